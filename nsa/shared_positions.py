@@ -18,6 +18,7 @@ from torch import Tensor
 from nsa import checks
 from nsa.config import NSAConfig
 from nsa.decode import DenseCache, DenseStep, NSACache, Step
+from nsa.decode.views import not_a_step
 from nsa.documents import Documents, Packing
 from nsa.ops.positions import query_positions, to_device
 from nsa.rope import angles, turns
@@ -99,7 +100,9 @@ class Layout:
                 packing.present_R[None],
             )
         if cache is not None and num_tokens is None and (step := cache.next_step()) is not None:
-            return cls(turned(step.position_B[:, None]), None, None, None, step)
+            if step.tokens != T:
+                raise not_a_step(f"a chunk of {T} tokens", step.tokens)
+            return cls(turned(step.positions_BT), None, None, None, step)
         q_start = 0 if cache is None else cache.q_start(device)
         if isinstance(q_start, Tensor) and not torch.compiler.is_compiling() and T == 1:
             position_BT = q_start[:, None]  # two launches fewer in each step

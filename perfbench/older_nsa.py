@@ -17,10 +17,12 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from nsa.config import NSAConfig
+    from nsa.config import ModelConfig, NSAConfig
     from nsa.decode import KV as KV
     from nsa.decode import DenseCache as DenseCache
     from nsa.decode import NSACache as NSACache
+    from nsa.decode import PagedCache as PagedCache
+    from nsa.decode import PageShape as PageShape
     from nsa.decode import Steps as Steps
     from nsa.decode import View as View
     from nsa.decode import capture as capture
@@ -33,6 +35,8 @@ _HOMES = {
     "KV": ("nsa.decode", "nsa.cache"),
     "DenseCache": ("nsa.decode",),
     "NSACache": ("nsa.decode", "nsa.cache"),
+    "PagedCache": ("nsa.decode",),
+    "PageShape": ("nsa.decode",),
     "Steps": ("nsa.decode", "nsa.steps"),
     "View": ("nsa.decode", "nsa.cache"),
     "capture": ("nsa.decode", "nsa.decoding"),
@@ -81,6 +85,29 @@ def has_training_loop() -> bool:
 def dense_keeps_a_cache() -> bool:
     """Whether the dense twin of this nsa decodes: `nsa.decode.DenseCache`."""
     return _exists("nsa.decode.dense_cache")
+
+
+def keeps_pages() -> bool:
+    """Whether this nsa has a cache in pages: `nsa.decode.PagedCache`."""
+    return _exists("nsa.decode.paged")
+
+
+def reads_pages_in_place(route: Route, model: ModelConfig) -> bool:
+    """Whether kernels attend to one query's pages where they lie; else they are copied first, and
+    each branch is as without pages.
+    """
+    serves = _first(("nsa.dispatch", "serves_pages"))
+    has_kernels_of = _first(("nsa.ops.paged", "has_kernels_of"))
+    heads = model.num_heads // model.num_kv_heads
+    return bool(has_kernels_of(model.nsa.sel_block) and serves(route, 1, heads))
+
+
+def takes_pages_in_one_step(config: NSAConfig) -> bool:
+    """Whether a step over pages is one operator a layer, as with its positions on the device; it
+    was none where the pages' kernels were several.
+    """
+    has_kernels_of = _first(("nsa.ops.paged", "has_kernels_of"))
+    return _exists("nsa.decode.one_step") and bool(has_kernels_of(config.sel_block))
 
 
 def is_one_step(route: Route, config: NSAConfig) -> bool:

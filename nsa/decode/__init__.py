@@ -1,5 +1,5 @@
-"""Decoding: the cache of one layer, caches that take a token a row on the device, and a decode step
-as one CUDA graph.
+"""Decoding: the cache of one layer, caches that take a fixed number of tokens a row on the device,
+and such a step as one CUDA graph.
 
 ``views`` is what attention and ``cache`` exchange; ``graph_cache`` makes caches step without the
 host; ``graph`` captures such a step. ``paged`` keeps all layers' keys in pages, for rows that join
@@ -11,6 +11,7 @@ from nsa.decode.cache import check_cache as check_cache
 from nsa.decode.dense_cache import DenseCache as DenseCache
 from nsa.decode.dense_cache import DenseView as DenseView
 from nsa.decode.dense_cache import check_dense_cache as check_dense_cache
+from nsa.decode.graph import ChunkGraph as ChunkGraph
 from nsa.decode.graph import DecodeGraph as DecodeGraph
 from nsa.decode.graph import capture as capture
 from nsa.decode.graph import check_device as check_device

@@ -112,8 +112,8 @@ class NSACache:
     compressed block continues exactly. No gradient. It may be made or used under inference_mode or
     no_grad, in any order.
 
-    While ``steps`` is not None (`nsa.decode.Steps`, which DecodeGraph uses) it takes one token a
-    row at a time, and the lengths are on the device, too.
+    While ``steps`` is not None (`nsa.decode.Steps`, which DecodeGraph and ChunkGraph use) it takes
+    a fixed number of tokens a row at a time, and the lengths are on the device, too.
     """
 
     def __init__(
@@ -144,7 +144,7 @@ class NSACache:
             window=self.window,
         )
         self.steps: TakesSteps | None = None
-        # while it steps: the last l raw tokens in a ring, which then stand for the tail
+        # while it steps: the last raw tokens in a ring, which then stand for the tail
         self.raw: list[Tensor] = []
 
     @classmethod
@@ -320,11 +320,11 @@ class NSACache:
         """Where the next token goes; None unless it steps."""
         return None if self.steps is None else self.steps.next(self.config)
 
-    def begin_steps(self, steps: TakesSteps, raw: list[Tensor]) -> None:
-        """Take one token a row from now on, with its last raw tokens in the ring ``raw``. Called by
-        `Steps`.
+    def begin_steps(self, steps: TakesSteps, raw: list[Tensor], win: list[Tensor]) -> None:
+        """Take a step's tokens from now on, with the last raw tokens in the ring ``raw`` and the
+        window in the ring ``win``. Called by `Steps`.
         """
-        self.raw, self.steps = raw, steps
+        self.raw, self.win, self.steps = raw, win, steps
 
     def end_steps(self, lengths: Sequence[int], tail: list[Tensor]) -> None:
         """Turn back into an ordinary cache that holds ``lengths`` tokens and ``tail``.

@@ -149,8 +149,8 @@ class DenseCache:
             ]
         self.capacity = capacity
 
-    def begin_steps(self, steps: TakesDenseSteps, raw: list[Tensor]) -> None:
-        """Take one token a row from now on. Called by `Steps`; ``raw`` is of an NSACache."""
+    def begin_steps(self, steps: TakesDenseSteps, raw: list[Tensor], win: list[Tensor]) -> None:
+        """Take one token a row from now on. Called by `Steps`; ``raw``, ``win``: of an NSACache."""
         self.steps = steps
 
     def end_steps(self, lengths: tuple[int, ...] | list[int], tail: list[Tensor]) -> None:

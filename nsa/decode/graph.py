@@ -1,7 +1,7 @@
-"""DecodeGraph: a decode step of a TinyLM as one CUDA graph, so that a step costs the GPU's time and
-not the host's.
+"""DecodeGraph and ChunkGraph: a decode step, or a chunk of prefill, of a TinyLM as one CUDA graph,
+so that it costs the GPU's time and not the host's.
 
-B batch, V vocabulary.
+B batch, T tokens of the step, V vocabulary.
 """
 
 from __future__ import annotations
@@ -34,7 +34,88 @@ class Steppable(Protocol):
     def __call__(self, ids_BT: Tensor, *, cache: Any) -> Tensor: ...
 
 
-class DecodeGraph:
+class _StepGraph:
+    """A forward of ``model`` with ``cache`` of ``tokens`` ids a row, captured once."""
+
+    _kind = ""  # the class's public name
+    _wanted = ""  # of ids
+
+    def __init__(
+        self, model: Steppable, cache: Sequence[NSACache | DenseCache], tokens: int
+    ) -> None:
+        if not hasattr(model, "embedding"):
+            raise ValueError(
+                f"model is {type(model).__name__}; wanted a TinyLM, whose step is captured; a layer"
+                " alone is called as ever"
+            )
+        _, device = checks.compute_kind(model.embedding)
+        check_device(device)
+        if checks.is_strict():
+            raise ValueError(
+                "got NSA_STRICT_ASSERTS=1, which reads contents; wanted a step that reads none;"
+                " unset it, or decode eagerly"
+            )
+        self._model, self._cache = model, list(cache)
+        with ExitStack() as undo, torch.inference_mode(False), torch.no_grad():
+            self.steps = Steps(self._cache, tokens)
+            undo.callback(self.steps.end)
+            self.steps.check_room()
+            shape = self._cache[0].batch, tokens
+            self._ids_BT = torch.zeros(shape, dtype=torch.int64, device=device)
+            self._logits_BTV: Tensor
+            self.engaged: dict[str, int] = {}
+            with self.steps.unmoved():
+                warm_up(self._step_again, device)
+                refuse_host_loops(self.engaged)
+                self._replay: Callable[[], None] | None = capture(self._step, device)
+            undo.pop_all()
+
+    def _replayed(self, ids_BT: Tensor) -> Tensor:
+        """Logits [B, T, V] of a replay with these ids."""
+        if self._replay is None:
+            raise ValueError(
+                f"got a token for a closed {self._kind}; wanted an open one; make another of the"
+                " same model and cache"
+            )
+        own = self._ids_BT
+        if (ids_BT.shape, ids_BT.dtype, ids_BT.device) != (own.shape, own.dtype, own.device):
+            got, wanted = (f"{x.dtype} {tuple(x.shape)} on {x.device}" for x in (ids_BT, own))
+            raise ValueError(
+                f"got ids {got}; wanted {wanted}: {self._wanted}; reshape or move them, or make a"
+                " graph for that batch"
+            )
+        self.steps.check_room()
+        own.copy_(ids_BT)
+        self._replay()
+        self.steps.count_replay()
+        return self._logits_BTV
+
+    def close(self) -> None:
+        """Free the graph, and hand the cache back as an ordinary one with all that it took.
+
+        Does nothing the second time.
+        """
+        self._replay = None
+        self.steps.end()
+
+    def _step(self) -> None:
+        # no open collection may count these steps, which append no tokens
+        contextvars.Context().run(self._counted_step)
+
+    def _counted_step(self) -> None:
+        with engagement.collect() as counted, casting_anew(self._ids_BT.device):
+            self._logits_BTV = self._model(self._ids_BT, cache=self._cache)
+        self.engaged = counted.counts
+
+    def _step_again(self) -> None:
+        """Run a step that the next one overwrites: a step from the same position writes all that
+        this one wrote.
+        """
+        self._step()
+        self.steps.forget_last()
+
+
+class DecodeGraph(_StepGraph):
     """One decode step, captured once and replayed for each token: ids int64 [B, 1] -> logits [B,
     vocab_size] in the weights' dtype.
 
@@ -57,32 +138,10 @@ class DecodeGraph:
     one again.
     """
 
+    _kind, _wanted = "DecodeGraph", "one token a row"
+
     def __init__(self, model: Steppable, cache: Sequence[NSACache | DenseCache]) -> None:
-        if not hasattr(model, "embedding"):
-            raise ValueError(
-                f"model is {type(model).__name__}; wanted a TinyLM, whose step is captured; a layer"
-                " alone is called as ever"
-            )
-        _, device = checks.compute_kind(model.embedding)
-        check_device(device)
-        if checks.is_strict():
-            raise ValueError(
-                "got NSA_STRICT_ASSERTS=1, which reads contents; wanted a step that reads none;"
-                " unset it, or decode eagerly"
-            )
-        self._model, self._cache = model, list(cache)
-        with ExitStack() as undo, torch.inference_mode(False), torch.no_grad():
-            self.steps = Steps(self._cache)
-            undo.callback(self.steps.end)
-            self.steps.check_room()
-            self._ids_B1 = torch.zeros(self._cache[0].batch, 1, dtype=torch.int64, device=device)
-            self._logits_BV: Tensor
-            self.engaged: dict[str, int] = {}
-            with self.steps.unmoved():
-                warm_up(self._step_again, device)
-                refuse_host_loops(self.engaged)
-                self._replay: Callable[[], None] | None = capture(self._step, device)
-            undo.pop_all()
+        super().__init__(model, cache, 1)
 
     def __call__(self, ids_B1: Tensor) -> Tensor:
         """Append ids int64 [B, 1] and return the logits [B, V] of what follows them.
@@ -92,47 +151,37 @@ class DecodeGraph:
         another shape, dtype or device (an id outside the vocabulary is not looked for, as in every
         forward on CUDA), where a row is full, and after `close`.
         """
-        if self._replay is None:
-            raise ValueError(
-                "got a token for a closed DecodeGraph; wanted an open one; make another of the same"
-                " model and cache"
-            )
-        own = self._ids_B1
-        if (ids_B1.shape, ids_B1.dtype, ids_B1.device) != (own.shape, own.dtype, own.device):
-            got, wanted = (f"{x.dtype} {tuple(x.shape)} on {x.device}" for x in (ids_B1, own))
-            raise ValueError(
-                f"got ids {got}; wanted {wanted}: one token a row; reshape or move them, or make a"
-                " graph for that batch"
-            )
-        self.steps.check_room()
-        own.copy_(ids_B1)
-        self._replay()
-        self.steps.count_replay()
-        return self._logits_BV
+        return self._replayed(ids_B1)[:, -1]
 
-    def close(self) -> None:
-        """Free the graph, and hand the cache back as an ordinary one with all that it took.
 
-        Does nothing the second time.
+class ChunkGraph(_StepGraph):
+    """Prefill in chunks from one CUDA graph: ids int64 [B, tokens] -> logits [B, tokens,
+    vocab_size] in the weights' dtype, of a chunk that continues each row.
+
+    As `DecodeGraph`, for chunks of ``tokens`` a row: the host, which an eager chunk of some
+    thousand tokens waits for, launches one graph. Every call takes a whole chunk; close the graph
+    and call the model for what is left of a prompt. `forget_all` begins other sequences with the
+    same graph. The caches are those of a TinyLM, ``model.new_cache``; errors as of DecodeGraph, and
+    ValueError for ``tokens`` that is not a whole number from 1 to max_len.
+    """
+
+    _kind, _wanted = "ChunkGraph", "a whole chunk of each row"
+
+    def __init__(self, model: Steppable, cache: Sequence[NSACache], tokens: int) -> None:
+        super().__init__(model, cache, tokens)
+
+    def __call__(self, ids_BT: Tensor) -> Tensor:
+        """Append ids int64 [B, tokens] and return the logits [B, tokens, V] of what follows each.
+
+        The result, what it waits for and the errors are those of `DecodeGraph.__call__`.
         """
-        self._replay = None
-        self.steps.end()
+        return self._replayed(ids_BT)
 
-    def _step(self) -> None:
-        # no open collection may count these steps, which append no tokens
-        contextvars.Context().run(self._counted_step)
-
-    def _counted_step(self) -> None:
-        with engagement.collect() as counted, casting_anew(self._ids_B1.device):
-            self._logits_BV = self._model(self._ids_B1, cache=self._cache)[:, -1]
-        self.engaged = counted.counts
-
-    def _step_again(self) -> None:
-        """Run a step that the next one overwrites: a step from the same position writes all that
-        this one wrote.
+    def forget_all(self) -> None:
+        """Empty every row, for other sequences. ValueError where the rows held tokens when the
+        graph was made.
         """
-        self._step()
-        self.steps.forget_last()
+        self.steps.forget_all()
 
 
 def casting_anew(device: torch.device) -> torch.autocast:

@@ -1,5 +1,5 @@
-"""Steps: caches that take one token a row at a time, their lengths on the device: a decode step
-without the host.
+"""Steps: caches that take a fixed number of tokens a row at a time, their lengths on the device: a
+step of decode, or of prefill in chunks, without the host.
 
 Nothing in a step has the position as a Python number or in a shape, so a CUDA graph holds it, and
 each replay continues where the previous one ended. The numbers are those of the ordinary
@@ -21,27 +21,29 @@ from torch import Tensor
 from nsa.config import NSAConfig
 from nsa.decode.cache import NSACache, check_chunk
 from nsa.decode.dense_cache import DenseCache
-from nsa.decode.views import KV, CompressFn, DenseStep, Step, View
+from nsa.decode.views import KV, CompressFn, DenseStep, Step, View, not_a_step
 from nsa.ops.positions import to_device
 
 
 class Steps:
-    """Turns caches of one history, one a layer, into ones that take a token a row at a time; `end`
-    turns them back.
+    """Turns caches of one history, one a layer, into ones that take ``tokens`` a row at a time;
+    `end` turns them back.
 
-    Their ``append``, and a forward with them, then takes ids or states of one token a row, without
-    num_tokens; rows may differ in length and advance together. The buffers grow to max_len first,
-    since a graph holds their addresses. Each layer also keeps its last l raw tokens in a
-    ring. The window is attended to where it lies in its ring: a query sees all of it, in whatever
-    order. A step that is run again from the same position leaves what it left before.
+    Their ``append``, and a forward with them, then takes ids or states of so many tokens a row,
+    without num_tokens; rows may differ in length and advance together. The buffers grow to max_len
+    first, since a graph holds their addresses. Each layer also keeps raw tokens in a ring, and the
+    window in one that has room for the step's tokens. A single token attends to the window where it
+    lies in its ring: it sees all of it, in whatever order. A step that is run again from the same
+    position leaves what it left before.
 
     Under torch.compile all steps are one graph: nothing in it has a length as a number, and the
     host learns what they took when it is asked, by waiting for the device.
 
-    ValueError for caches that do not hold the same, or that other Steps have already.
+    ValueError for caches that do not hold the same, or that other Steps have already, and for a
+    DenseCache where ``tokens`` is not 1.
     """
 
-    def __init__(self, caches: Sequence[NSACache | DenseCache]) -> None:
+    def __init__(self, caches: Sequence[NSACache | DenseCache], tokens: int = 1) -> None:
         if not caches or len({(c.lengths, c.max_len, c.kv[0].device) for c in caches}) != 1:
             got = sorted({f"{c.lengths} of {c.max_len} on {c.kv[0].device}" for c in caches})
             raise ValueError(
@@ -53,6 +55,8 @@ class Steps:
                 "got caches that step already; wanted ordinary ones, each once; end their Steps, or"
                 " close their DecodeGraph"
             )
+        _check_tokens(tokens, caches)
+        self.tokens = tokens
         first = caches[0]
         self._max_len, self._begin, self._taken, self._may_forget = (
             first.max_len,
@@ -71,12 +75,9 @@ class Steps:
             self.length_B = to_device(self._begin, first.kv[0].device)
             for cache in caches:
                 cache.grow(cache.max_len)
-            rings = [
-                [self._ring(tail, c) for tail in c.tail] if isinstance(c, NSACache) else []
-                for c in caches
-            ]
-        for cache, ring in zip(caches, rings, strict=True):  # all or none, where memory ends
-            cache.begin_steps(self, ring)
+            rings = [self._rings(c) if isinstance(c, NSACache) else ([], []) for c in caches]
+        for cache, (raw, win) in zip(caches, rings, strict=True):  # all or none, where memory ends
+            cache.begin_steps(self, raw, win)
 
     def __reduce_ex__(self, protocol: object) -> NoReturn:
         raise TypeError(
@@ -89,14 +90,14 @@ class Steps:
         compiled ones the device is asked.
         """
         self._catch_up()
-        taken = self._taken + (id(cache) not in self._due)
+        taken = self._taken + self.tokens * (id(cache) not in self._due)
         return tuple(n + taken for n in self._begin)
 
     def next(self, config: NSAConfig) -> Step:
-        """Where the next token goes in caches of ``config``. ValueError where no room is left."""
+        """Where the next tokens go in caches of ``config``. ValueError where no room is left."""
         self.check_room()
         # the last layer's append moves length_B on while the position is in use
-        return Step(self.length_B.clone(), config, self._max_len)
+        return Step(self.length_B.clone(), config, self._max_len, self.tokens)
 
     def next_dense(self) -> DenseStep:
         """As `next`, in caches of full causal attention."""
@@ -115,28 +116,31 @@ class Steps:
         num_tokens: Sequence[int] | None,
         step: Step | None,
     ) -> View:
-        """What `NSACache.append` does, of one token a row; ``step`` is that of this forward, made
+        """What `NSACache.append` does, of a step's tokens; ``step`` is that of this forward, made
         here where it is not given.
         """
         self.check_turn(cache, {"cmp": kv_cmp, "sel": kv_sel, "win": kv_win}, num_tokens)
         step = self.next(cache.config) if step is None else step
-        for buffers, row_B111, kv in (
-            (cache.sel, step.sel_B111, kv_sel),
-            (cache.win, step.win_B111, kv_win),
-            (cache.raw, step.raw_B111, kv_cmp),
+        for buffers, row_BT11, kv in (
+            (cache.sel, step.sel_BT11, kv_sel),
+            (cache.win, step.win_BT11, kv_win),
+            (cache.raw, step.raw_BT11, kv_cmp),
         ):
             for buffer, x in zip(buffers, kv, strict=True):
-                buffer.scatter_(1, row_B111.expand_as(x), x)
-        raw_k, raw_v = (ring.gather(1, step.block_BL11.expand_as(ring)) for ring in cache.raw)
+                buffer.scatter_(1, row_BT11.expand_as(x), x)
+        raw_k, raw_v = (_taken_rows(ring, step.raw_BL11) for ring in cache.raw)
         for buffer, x in zip(cache.cmp, compress(raw_k, raw_v, step.block_B), strict=True):
-            buffer.scatter_(1, step.cmp_B111.expand_as(x), x)
+            buffer.scatter_(1, step.cmp_BM11.expand_as(x), x)
         self.took(cache)
         k_cmp, v_cmp = (x[:, :-1] for x in cache.cmp)
         k, v = (x[:, :-1] for x in cache.sel)
+        win_k, win_v = (
+            x if self.tokens == 1 else _taken_rows(x, step.win_view_BV11) for x in cache.win
+        )
         return View(
             cmp=(k_cmp, v_cmp),
             sel=(k, v),
-            win=(cache.win[0], cache.win[1]),
+            win=(win_k, win_v),
             q_start=step.position_B,
             win_start=step.win_start_B,
         )
@@ -147,16 +151,15 @@ class Steps:
         chunk: Mapping[str, KV],
         num_tokens: Sequence[int] | None,
     ) -> None:
-        """ValueError unless ``chunk`` is one token for every row, and ``cache`` is due for one."""
+        """ValueError unless ``chunk`` is a step's tokens for every row, and ``cache`` is due for
+        them.
+        """
         tokens = next(iter(chunk.values()))[0].shape[1]
-        if tokens != 1 or num_tokens is not None:
+        if tokens != self.tokens or num_tokens is not None:
             got = f"a chunk of {tokens} tokens" + (
                 "" if num_tokens is None else f" with num_tokens={list(num_tokens)}"
             )
-            raise ValueError(
-                f"got {got} for a cache that steps; wanted one token for every row; end its Steps"
-                " (or DecodeGraph) first"
-            )
+            raise not_a_step(got, self.tokens)
         check_chunk(cache, chunk, None)
         if id(cache) not in self._due:
             raise ValueError(
@@ -171,22 +174,22 @@ class Steps:
         """
         if torch.compiler.is_compiling():
             torch._assert_async(
-                (self.length_B < self._max_len).all(),
+                (self.length_B <= self._max_len - self.tokens).all(),
                 f"got a token for a row that holds max_len={self._max_len}; wanted room; make"
                 " the cache larger with NSACache.empty(max_len=...)",
             )
             return
         self._catch_up()
         longest, room = max(self._begin) + self._taken, self._max_len
-        if longest >= room:
+        if longest + self.tokens > room:
             raise ValueError(
-                f"a row would hold {longest + 1} tokens; wanted at most max_len={room}, for which"
-                " the cache has room; make it larger with NSACache.empty(max_len=...), or begin a"
-                " new one"
+                f"a row would hold {longest + self.tokens} tokens; wanted at most max_len={room},"
+                " for which the cache has room; make it larger with NSACache.empty(max_len=...), or"
+                " begin a new one"
             )
 
     def forget_last(self) -> None:
-        """Go back by the last token: the next step takes its place.
+        """Go back by the last step: the next one takes its place.
 
         ValueError for a second in a row, whose window has lost a key.
         """
@@ -196,14 +199,29 @@ class Steps:
                 " step of all layers"
             )
         self._catch_up()
-        self._taken, self._may_forget = self._taken - 1, False
-        self.length_B.sub_(1)
+        self._taken, self._may_forget = self._taken - self.tokens, False
+        self.length_B.sub_(self.tokens)
+
+    def forget_all(self) -> None:
+        """Go back to empty rows, for other sequences.
+
+        ValueError where they began with tokens: their windows are lost; and between the layers of a
+        step.
+        """
+        if any(self._begin) or self._due != self._ids:
+            raise ValueError(
+                f"got rows that began with {list(self._begin)} tokens, or half a step; wanted empty"
+                " rows and whole steps; begin with a new cache"
+            )
+        self._catch_up()
+        self._taken, self._may_forget = 0, False
+        self.length_B.zero_()
 
     def count_replay(self) -> None:
         """Record the replay of a one-step graph: the device has advanced, and nothing ran on the
         host.
         """
-        self._taken, self._may_forget = self._taken + 1, True
+        self._taken, self._may_forget = self._taken + self.tokens, True
 
     @contextmanager
     def unmoved(self) -> Iterator[None]:
@@ -226,10 +244,12 @@ class Steps:
                 if isinstance(cache, NSACache):
                     with torch.inference_mode(False), torch.no_grad():
                         tail = [self._tail(ring, cache) for ring in cache.raw]
+                        if self.tokens > 1:
+                            cache.win = [self._window(x, cache.window) for x in cache.win]
                 cache.end_steps(self.lengths_of(cache), tail)
 
     def took(self, cache: NSACache | DenseCache) -> None:
-        """Record that ``cache`` has taken the current token; the last one moves the length on."""
+        """Record that ``cache`` has taken the step's tokens; the last one moves the length on."""
         self._due.discard(id(cache))
         if not self._due:  # the last layer
             self._due = set(self._ids)
@@ -237,8 +257,8 @@ class Steps:
             if torch.compiler.is_compiling():  # a number that is read would be the graph's own
                 self._lags = True
             else:
-                self._taken += 1
-            self.length_B.add_(1)
+                self._taken += self.tokens
+            self.length_B.add_(self.tokens)
 
     def _catch_up(self) -> None:
         if self._lags:
@@ -251,20 +271,63 @@ class Steps:
         starts = [cache.grid.num_cmp(n) * cache.config.cmp_stride for n in self.lengths_of(cache)]
         return to_device(starts, self.length_B.device)[:, None]
 
-    def _ring(self, tail_BIGD: Tensor, cache: NSACache) -> Tensor:
-        """The tail's tokens as a ring [B, l, G, D]: slot s holds the latest whose position is s
-        modulo l; 0 where none is needed.
-        """
-        l = cache.config.cmp_block  # noqa: E741
-        last_B1 = self.length_B[:, None] - 1
-        position_BL = last_B1 - (last_B1 - torch.arange(l, device=last_B1.device)) % l
-        index_BL = position_BL - self._from_B1(cache)
-        padded = torch.nn.functional.pad(tail_BIGD, (0, 0, 0, 0, 0, 1))
-        ring = padded.gather(1, index_BL.clamp(min=0)[..., None, None].expand_as(padded))
-        return ring.masked_fill(index_BL[..., None, None] < 0, 0)
+    def _rings(self, cache: NSACache) -> tuple[list[Tensor], list[Tensor]]:
+        """The raw tokens' and the window's, of what ``cache`` holds."""
+        raw = [self._ring(tail, cache) for tail in cache.tail]
+        if self.tokens == 1:
+            return raw, cache.win
+        rows = Step.window_rows(cache.config, self._max_len, self.tokens)
+        return raw, [self._window(x, rows) for x in cache.win]
 
-    def _tail(self, ring_BLGD: Tensor, cache: NSACache) -> Tensor:
+    def _latest_BR(self, rows: int) -> Tensor:
+        """The latest position of each row that is s modulo ``rows``, of each slot s; negative where
+        there is none.
+        """
+        last_B1 = self.length_B[:, None] - 1
+        return last_B1 - (last_B1 - torch.arange(rows, device=last_B1.device)) % rows
+
+    def _window(self, ring_BWGD: Tensor, rows: int) -> Tensor:
+        """The same tokens in a ring of ``rows``; 0 where the old one had none."""
+        old, position_BR = ring_BWGD.shape[1], self._latest_BR(rows)
+        held_BR = (position_BR >= 0) & (position_BR >= self.length_B[:, None] - old)
+        fresh = _taken_rows(ring_BWGD, (position_BR % old)[..., None, None])
+        return fresh.masked_fill(~held_BR[..., None, None], 0)
+
+    def _ring(self, tail_BIGD: Tensor, cache: NSACache) -> Tensor:
+        """The tail's tokens as a ring: slot s holds the latest whose position is s modulo its rows;
+        0 where none is needed.
+        """
+        rows = Step.raw_rows(cache.config, self.tokens)
+        index_BR = self._latest_BR(rows) - self._from_B1(cache)
+        padded = torch.nn.functional.pad(tail_BIGD, (0, 0, 0, 0, 0, 1))  # l = 1 leaves no tail
+        ring = _taken_rows(padded, index_BR.clamp(min=0)[..., None, None])
+        return ring.masked_fill(index_BR[..., None, None] < 0, 0)
+
+    def _tail(self, ring_BRGD: Tensor, cache: NSACache) -> Tensor:
         """The inverse of `_ring`: the raw tokens from C * d on, [B, l - 1, G, D]."""
-        l = cache.config.cmp_block  # noqa: E741
-        slot_BI = (self._from_B1(cache) + torch.arange(l - 1, device=ring_BLGD.device)) % l
-        return ring_BLGD.gather(1, slot_BI[..., None, None].expand(-1, -1, *ring_BLGD.shape[2:]))
+        token = torch.arange(cache.config.cmp_block - 1, device=ring_BRGD.device)
+        slot_BI = (self._from_B1(cache) + token) % ring_BRGD.shape[1]
+        return _taken_rows(ring_BRGD, slot_BI[..., None, None])
+
+
+def _taken_rows(ring_BRGD: Tensor, slot_BN11: Tensor) -> Tensor:
+    """[B, N, G, D]."""
+    return ring_BRGD.gather(1, slot_BN11.expand(-1, -1, *ring_BRGD.shape[2:]))
+
+
+def _check_tokens(tokens: int, caches: Sequence[NSACache | DenseCache]) -> None:
+    if isinstance(tokens, bool) or not isinstance(tokens, int) or tokens < 1:
+        raise ValueError(
+            f"got tokens={tokens!r} a step; wanted a whole number of at least 1; give how many each"
+            " call takes"
+        )
+    if tokens > caches[0].max_len:
+        raise ValueError(
+            f"got {tokens} tokens a step for caches of max_len={caches[0].max_len}; wanted at most"
+            " as many; make the caches larger, or the steps smaller"
+        )
+    if tokens > 1 and any(isinstance(c, DenseCache) for c in caches):
+        raise ValueError(
+            f"got a DenseCache and {tokens} tokens a step; wanted 1; call the model without Steps"
+            " (or ChunkGraph) for chunks of more"
+        )

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -170,67 +171,113 @@ class DenseStep:
     position_int32_B: Tensor
     row_B111: Tensor
 
+    tokens: ClassVar[int] = 1
+
+    @property
+    def positions_BT(self) -> Tensor:
+        return self.position_B[:, None]
+
 
 class Step:
-    """Where the one token of each row goes, int64; the same for every layer, so a model makes it
-    once a forward.
+    """Where the ``tokens`` new tokens of each row go, int64; the same for every layer, so a model
+    makes it once a forward.
 
-    ``position_B``, and ``win_start_B`` within the ring; the rows [B, 1, 1, 1] of each buffer that
-    take the token, or in ``cmp`` the block that it completes; ``block_BL11`` the slots of the last
-    l raw tokens; ``block_B`` which block they are, were they one. All but the position are made
-    when they are asked for: a fused step asks for none.
+    ``position_B`` of the first, ``positions_BT`` of all, and ``win_start_B`` the first query's
+    within the window's view. Rows of each buffer, [B, n, 1, 1], that take the tokens
+    (``sel_BT11``, ``win_BT11``, ``raw_BT11``), or in ``cmp_BM11`` the M blocks that they may
+    complete, the spare row for one that they do not. ``block_B`` is the first of these blocks, and
+    ``raw_BL11`` the slots of the raw tokens that all M cover. ``win_view_BV11`` are the slots of
+    the window before the tokens and of the tokens, oldest first. All but the position are made when
+    they are asked for: a fused step asks for none.
     """
 
-    def __init__(self, position_B: Tensor, config: NSAConfig, max_len: int) -> None:
-        self.position_B = position_B
+    def __init__(
+        self, position_B: Tensor, config: NSAConfig, max_len: int, tokens: int = 1
+    ) -> None:
+        self.position_B, self.tokens = position_B, tokens
         self._config, self._max_len = config, max_len
-        self._ring = min(config.window, max_len)  # rows of the window's
         self._made: dict[str, Tensor] = {}
+
+    @staticmethod
+    def window_rows(config: NSAConfig, max_len: int, tokens: int) -> int:
+        """Of the window's ring: what the first query sees, and the tokens behind it."""
+        return min(config.window - 1 + tokens, max_len)
+
+    @staticmethod
+    def raw_rows(config: NSAConfig, tokens: int) -> int:
+        """Of the raw tokens' ring: those of an unfinished block, and the new ones."""
+        return config.cmp_block - 1 + tokens
+
+    @property
+    def positions_BT(self) -> Tensor:
+        return self._once("positions", lambda: self.position_B[:, None] + self._up_to(self.tokens))
 
     @property
     def win_start_B(self) -> Tensor:
-        return self._once("win_start", lambda: self.position_B.clamp(max=self._ring - 1))
+        before = min(self._config.window, self._max_len) - 1
+        return self._once("win_start", lambda: self.position_B.clamp(max=before))
 
     @property
-    def sel_B111(self) -> Tensor:
-        return _as_rows(self.position_B)
+    def sel_BT11(self) -> Tensor:
+        return _as_rows(self.positions_BT)
 
     @property
-    def win_B111(self) -> Tensor:
-        return self._once("win", lambda: _as_rows(self.position_B % self._ring))
+    def win_BT11(self) -> Tensor:
+        return self._once("win", lambda: _as_rows(self.positions_BT % self._ring))
 
     @property
-    def raw_B111(self) -> Tensor:
-        return self._once("raw", lambda: _as_rows(self.position_B % self._config.cmp_block))
+    def win_view_BV11(self) -> Tensor:
+        return self._once("win_view", self._window_view)
 
     @property
-    def cmp_B111(self) -> Tensor:
-        return self._once("cmp", self._row_of_cmp)
-
-    @property
-    def block_BL11(self) -> Tensor:
-        return self._once("slots", self._slots)
+    def raw_BT11(self) -> Tensor:
+        ring = self.raw_rows(self._config, self.tokens)
+        return self._once("raw", lambda: _as_rows(self.positions_BT % ring))
 
     @property
     def block_B(self) -> Tensor:
-        first_B = self._first_B
-        return self._once("block", lambda: (first_B // self._config.cmp_stride).clamp(min=0))
+        l, d = self._config.cmp_block, self._config.cmp_stride  # noqa: E741 (the paper's)
+        return self._once("block", lambda: ((self.position_B - l) // d + 1).clamp(min=0))
 
     @property
-    def _first_B(self) -> Tensor:
-        """Of the last l tokens."""
-        return self._once("first", lambda: self.position_B + (1 - self._config.cmp_block))
+    def cmp_BM11(self) -> Tensor:
+        return self._once("cmp", self._rows_of_cmp)
 
-    def _row_of_cmp(self) -> Tensor:
-        first_B, d = self._first_B, self._config.cmp_stride
-        completes_none_B = (first_B < 0) | (first_B % d != 0)
+    @property
+    def raw_BL11(self) -> Tensor:
+        return self._once("slots", self._slots)
+
+    @property
+    def _ring(self) -> int:
+        return self.window_rows(self._config, self._max_len, self.tokens)
+
+    @property
+    def _num_blocks(self) -> int:
+        """That the tokens can complete at most."""
+        return -(-self.tokens // self._config.cmp_stride)
+
+    def _up_to(self, number: int) -> Tensor:
+        return torch.arange(number, device=self.position_B.device)
+
+    def _window_view(self) -> Tensor:
+        before = min(self._config.window, self._max_len) - 1
+        oldest_B = self.position_B - self.win_start_B
+        slot_BV = (oldest_B[:, None] + self._up_to(before + self.tokens)) % self._ring
+        return _as_rows(slot_BV)
+
+    def _rows_of_cmp(self) -> Tensor:
+        block_BM = self.block_B[:, None] + self._up_to(self._num_blocks)
+        end_BM = block_BM * self._config.cmp_stride + self._config.cmp_block
         spare = BlockGrid.of(self._config).num_cmp(self._max_len)  # the last row of cmp
-        return _as_rows(self.block_B.masked_fill(completes_none_B, spare))
+        complete_BM = end_BM <= (self.position_B + self.tokens)[:, None]
+        return _as_rows(block_BM.masked_fill(~complete_BM, spare))
 
     def _slots(self) -> Tensor:
-        l = self._config.cmp_block  # noqa: E741 (the paper's)
-        token = torch.arange(l, device=self.position_B.device)
-        return ((self._first_B[:, None] + token) % l)[..., None, None]
+        d = self._config.cmp_stride
+        covered = (self._num_blocks - 1) * d + self._config.cmp_block
+        first_B1 = (self.block_B * d)[:, None]
+        ring = self.raw_rows(self._config, self.tokens)
+        return _as_rows((first_B1 + self._up_to(covered)) % ring)
 
     def _once(self, name: str, make: Callable[[], Tensor]) -> Tensor:
         # functools.cached_property takes a lock, which no compiled graph holds
@@ -239,5 +286,14 @@ class Step:
         return self._made[name]
 
 
-def _as_rows(x_B: Tensor) -> Tensor:
-    return x_B[:, None, None, None]
+def not_a_step(got: str, tokens: int) -> ValueError:
+    """Of what was given to a cache whose steps are of ``tokens``."""
+    wanted = "one token" if tokens == 1 else f"{tokens} tokens"
+    return ValueError(
+        f"got {got} for a cache that steps; wanted {wanted} for every row; end its Steps (or"
+        " DecodeGraph, or ChunkGraph) first"
+    )
+
+
+def _as_rows(x_BN: Tensor) -> Tensor:
+    return x_BN[:, :, None, None]

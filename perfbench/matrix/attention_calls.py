@@ -26,6 +26,7 @@ from perfbench.older_nsa import (
     copy_min_elements,
     dense_keeps_a_cache,
     has_training_loop,
+    keeps_pages,
     sort_min_rows,
 )
 from perfbench.records import (
@@ -33,6 +34,7 @@ from perfbench.records import (
     CACHED,
     CACHED_DENSE,
     EVERYTHING,
+    PAGED,
     SELECTED,
     TRAINING,
     Cell,
@@ -141,6 +143,8 @@ def why_not(cell: Cell, model: ModelConfig) -> str | None:
     """
     if cell.world_size > 1 and (reason := _why_not_ranks(cell)):
         return reason
+    if cell.cache == PAGED and (reason := _why_not_pages(cell)):
+        return reason
     if cell.is_peer and (reason := why_not_peer(cell)):
         return reason
     nsa, got = model.nsa, f"workload={cell.workload}"
@@ -227,6 +231,32 @@ def _why_not_ranks(cell: Cell) -> str | None:
         return (
             f"{got} {graph}=on: the step of several ranks is proved eagerly alone; wanted"
             f" {graph}=off; leave it off"
+        )
+    return None
+
+
+def _why_not_pages(cell: Cell) -> str | None:
+    """Why the cell's step cannot go through a PagedCache."""
+    got = f"cache={PAGED} with"
+    if cell.workload != "decode":
+        return (
+            f"{got} workload={cell.workload}: only a decode step is measured over pages; wanted"
+            f" workload=decode; exclude cache: {PAGED} for the others"
+        )
+    if cell.is_dense or cell.is_peer:
+        return (
+            f"{got} path={cell.path}: only NSA keeps pages; wanted a path of NSA; exclude cache:"
+            f" {PAGED} for this one"
+        )
+    if not keeps_pages():
+        return (
+            f"{got} an nsa that has no nsa.decode.PagedCache: wanted a newer revision; leave it out"
+            " with --only cache=contiguous"
+        )
+    if cell.without != EVERYTHING:
+        return (
+            f"{got} without={cell.without}: the kernels over pages have no such switch; wanted"
+            f" without={EVERYTHING}; leave it out"
         )
     return None
 

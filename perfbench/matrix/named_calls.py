@@ -18,7 +18,7 @@ from nsa.config import BRANCHES, ModelConfig
 from nsa.routing import DENSE, SCORE, BranchRoute, Path, Problem, Route
 from perfbench import older_nsa
 from perfbench.matrix.attention_calls import problems
-from perfbench.records import ATTENTION, CACHED, SELECTED, TRAINING, Cell
+from perfbench.records import ATTENTION, CACHED, PAGED, SELECTED, TRAINING, Cell
 from perfbench.roofline import BYTES_OF
 
 NAMESPACE = "nsa::"
@@ -81,11 +81,15 @@ class _Calls:
     def add(self, problem: Problem) -> None:
         """One call of attention: its branches, what compresses for them, and their gated sum."""
         cell = self._cell
-        if (
-            cell.workload == "decode"
-            and cell.cuda_graph == "on"
-            and older_nsa.is_one_step(self._route, self._model.nsa)
-        ):
+        pages = cell.cache == PAGED
+        of_device = cell.cuda_graph == "on"  # positions: those of pages always are
+        if pages:
+            of_device = cell.compile == "off" and older_nsa.takes_pages_in_one_step(self._model.nsa)
+        one_step = of_device and older_nsa.is_one_step(self._route, self._model.nsa)
+        if pages and not one_step and older_nsa.reads_pages_in_place(self._route, self._model):
+            self._operator("nsa::gated_sum")  # the others are kernels without an operator
+            return
+        if cell.workload == "decode" and one_step:
             self._operator("nsa::decode_step")
             if older_nsa.is_one_block(self._route, self._model.nsa, cell.batch):
                 self._forward["nsa::linear_step"] += 4  # qkv, out, and two of the MLP

@@ -315,6 +315,8 @@ def _check_kinds(
             kind = int if default is None else type(default)
         else:
             continue  # from_mapping names the nearest key
+        if name == "checkpoint_layers":
+            continue  # from_mapping wants two whole numbers
         if kind is NSAConfig:
             if isinstance(value, dict):
                 _check_kinds(document, (*loc, key), value, NSAConfig(), NSA_ALIASES)

@@ -7,10 +7,10 @@ from perfbench.records.baseline_file import read_baseline, show_baseline
 from perfbench.records.baseline_file import retire_baseline, write_baseline
 from perfbench.records.calibration_file import read_calibration, variance_of_cells
 from perfbench.records.cells import ATTENTION, AXES, Axis, BACKWARD, CACHED, Cell
-from perfbench.records.cells import EVERYTHING, Match, NOT_APPLICABLE, ProofKey, SELECTED
-from perfbench.records.cells import SELECTIONS, STEPS, TRAINED, TRAINING, Term, Value, check_axis
-from perfbench.records.cells import proof_key, torch_dtype_name, why_not_here, with_choices
-from perfbench.records.cells import select_cells, settings_of, show_value
+from perfbench.records.cells import EVERYTHING, Match, NOT_APPLICABLE, PAGED, ProofKey
+from perfbench.records.cells import SELECTED, SELECTIONS, STEPS, TRAINED, TRAINING, Term, Value
+from perfbench.records.cells import check_axis, proof_key, torch_dtype_name, why_not_here
+from perfbench.records.cells import select_cells, settings_of, show_value, with_choices
 from perfbench.records.digests import LINE_KEY
 from perfbench.records.measured import MEASURED
 from perfbench.records.bounds import BOUNDS, bounds_of, measured_of

@@ -39,6 +39,9 @@ STEPS = ("copy", "lists", "roles", "join", "split")
 # How several ranks train: gradients reduced (DistributedDataParallel), or weights, gradients and
 # state sharded as well (FSDP2).
 PARALLEL = ("ddp", "fsdp")
+PAGED = "paged"
+# How a decode step's keys lie in memory: nsa.decode.NSACache, or nsa.decode.PagedCache.
+CACHES = ("contiguous", PAGED)
 Value = str | int
 Term = tuple[str, Value]  # comparison and operand, e.g. ('>=', 2048)
 ProofKey = tuple[tuple[str, ...], tuple[tuple[str, Value], ...]]  # counters, axes
@@ -138,10 +141,12 @@ AXES: Mapping[str, Axis] = {
     "without": Axis(str, EVERYTHING, (EVERYTHING, *STEPS)),
     "world_size": Axis(int, 1),
     "parallel": Axis(str, PARALLEL[0], PARALLEL),
+    "cache": Axis(str, CACHES[0], CACHES),
 }
-# Axes that a file names only where a cell turns them: most cells are of one process.
-_OF_RANKS = ("world_size", "parallel")
-_NAMES = tuple(name for name in AXES if name not in _OF_RANKS)
+# Axes that a file names only where a cell turns them: most cells are of one process, and keep no
+# pages.
+_ONLY_TURNED = ("world_size", "parallel", "cache")
+_NAMES = tuple(name for name in AXES if name not in _ONLY_TURNED)
 
 
 def show_value(value: object) -> str:
@@ -212,6 +217,7 @@ class Cell:
     without: str = EVERYTHING
     world_size: int = 1
     parallel: str = PARALLEL[0]
+    cache: str = CACHES[0]
     unknown: tuple[tuple[str, Value], ...] = field(default=(), repr=False)
     named: tuple[str, ...] = field(default=_NAMES, repr=False, compare=False)
     _id: str = field(default="", init=False, repr=False, compare=False)
@@ -250,7 +256,7 @@ class Cell:
         """The axes as a file holds them: every axis, defaults included; of a cell that was read,
         those that were read, and what differs from a default since.
         """
-        if self.named is _NAMES and self.world_size == 1:
+        if self.named is _NAMES and self.world_size == 1 and self.cache == CACHES[0]:
             return {name: getattr(self, name) for name in _NAMES}
         unknown = dict(self.unknown)
         found = {
@@ -340,6 +346,7 @@ def _cell_of(axes: tuple[tuple[str, Value], ...]) -> Cell:
         without=text("without"),
         world_size=number("world_size"),
         parallel=text("parallel"),
+        cache=text("cache"),
         unknown=tuple(item for item in axes if item[0] not in AXES),
         named=names if (names := tuple(values)) != _NAMES else _NAMES,
     )

@@ -33,6 +33,7 @@ from perfbench.report import (
     failures,
     machine,
     own_steps,
+    pages,
     scaling,
     several_gpus,
     tables,
@@ -104,6 +105,7 @@ def _context(
         boundary.table(run, rows),
         scaling.table(growths),
         several_gpus.table(run, rows),
+        pages.table(rows),
         expectations.table(run, rows),
     ]
     return {

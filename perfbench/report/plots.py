@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from perfbench.machine import without_variables
-from perfbench.records import NOT_APPLICABLE, whole_file
+from perfbench.records import AXES, NOT_APPLICABLE, whole_file
 from perfbench.report.rows import PATH_ORDER, Row, unmarked
 
 if TYPE_CHECKING:
@@ -122,7 +122,9 @@ def save_small(picture: Image, target: Path) -> None:
 
 
 def varying(rows: Sequence[Row]) -> list[str]:
-    names = dict.fromkeys(name for row in rows for name in row.cell.axes.named)
+    # a file names some axes only where a cell turns them
+    named = dict.fromkeys(name for row in rows for name in row.cell.axes.named)
+    names = dict.fromkeys([*named, *AXES])
     order = ("workload", "batch", "dtype", "seq_len", "path", "fa2")
     several = [name for name in names if len({row.cell.axes.value(name) for row in rows}) > 1]
     return sorted(

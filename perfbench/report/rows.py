@@ -61,6 +61,7 @@ SWITCHES = (
     "without",
     "world_size",
     "parallel",
+    "cache",
 )
 Key = tuple[tuple[str, str | int], ...]
 EVERY_NUMBER = "every number"  # the reason of a whole row of dashes
@@ -224,6 +225,11 @@ def without(axes: Cell, *names: str) -> Key:
     )
 
 
+def key_of_twin(axes: Cell) -> Key:
+    """What a cell shares with its dense twin, which keeps no pages."""
+    return without(axes, "path", "fa2", "cache")
+
+
 def unmarked(axes: Cell, name: str) -> bool:
     """Whether a report omits this axis of a cell: a switch that nobody turned."""
     return name in SWITCHES and axes.value(name) == AXES[name].default
@@ -234,7 +240,7 @@ def _dense_speeds(cells: Iterable[CellVerdict]) -> dict[Key, float]:
     found: dict[Key, float] = {}
     for cell in cells:
         if is_twin(cell.axes) and cell.cand_tok_per_s is not None:
-            key = without(cell.axes, "path", "fa2")
+            key = key_of_twin(cell.axes)
             found[key] = max(cell.cand_tok_per_s, found.get(key, 0.0))
     return found
 
@@ -301,7 +307,7 @@ def _row(
             stderr_tail=tail,
             nulls=nulls,
         )
-    twin = None if is_window(cell.axes) else dense.get(without(cell.axes, "path", "fa2"))
+    twin = None if is_window(cell.axes) else dense.get(key_of_twin(cell.axes))
     utilisation = _median(
         good, lambda one: one.telemetry.utilisation_pct if one.telemetry else None
     )

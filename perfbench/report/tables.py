@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from perfbench.records import NOT_APPLICABLE, Verdict, varying_axes
-from perfbench.report.rows import Row, is_twin, is_window, unmarked
+from perfbench.report.rows import Key, Row, is_twin, is_window, key_of_twin, unmarked
 from perfbench.text import NULL, cell_code, code, escape, fixed, number, ratio, signed_pct
 
 HOW = {"capture": "at the capture, x replays", "graph": "in the compiled graph, x runs"}
@@ -163,6 +163,10 @@ def fastest(rows: list[Row]) -> tuple[list[str], list[list[str]]]:
                 if name not in ("path", "fa2")
             )
             groups.setdefault(key, []).append(row)
+    twins: dict[Key, Row] = {}
+    for row in sorted(rows, key=lambda row: row.tok_per_s or 0.0):
+        if row.tok_per_s is not None and is_twin(row.cell.axes):
+            twins[key_of_twin(row.cell.axes)] = row  # the fastest is the last
     several = {
         name
         for key in groups
@@ -177,11 +181,7 @@ def fastest(rows: list[Row]) -> tuple[list[str], list[list[str]]]:
             key=lambda row: row.tok_per_s or 0.0,
             default=None,
         )
-        dense = max(
-            (row for row in members if is_twin(row.cell.axes)),
-            key=lambda row: row.tok_per_s or 0.0,
-            default=None,
-        )
+        dense = twins.get(key_of_twin(members[0].cell.axes))
         if best is None:
             continue
         shown = [

@@ -39,7 +39,7 @@ def graphs(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         done.append("capture")
         work()
         owner: Any = work.__self__  # type: ignore[attr-defined]
-        into = owner._logits_BV
+        into = owner._logits_BTV
 
         def replay() -> None:
             done.append("replay")
@@ -47,9 +47,9 @@ def graphs(monkeypatch: pytest.MonkeyPatch) -> list[str]:
             taken, length_B = steps._taken, steps.length_B
             with steps.unmoved():
                 work()
-                into.copy_(owner._logits_BV)
+                into.copy_(owner._logits_BTV)
                 moved = length_B.clone()
-            owner._logits_BV = into
+            owner._logits_BTV = into
             length_B.copy_(moved)
             assert steps._taken == taken
 

@@ -440,7 +440,7 @@ def test_the_decode_matrices_are_one_but_for_the_card_and_short() -> None:
         replace(H100, triton_provider="triton 3.6.0"),
     )
     minutes = planned.estimate_s / 60
-    assert planned.warnings == [] and minutes < 13
+    assert planned.warnings == [] and minutes < 15
     decode = {(c.axes.batch, c.axes.seq_len) for c in planned.cells if c.axes.workload == "decode"}
     assert decode == {
         (batch, tokens) for batch in (1, 8, 64) for tokens in (2048, 8192, 32768, 65536)

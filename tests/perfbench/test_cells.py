@@ -31,14 +31,14 @@ def stored(cell: PlannedCell) -> dict[str, Any]:
 
 def test_every_axis_of_a_new_cell_is_stored() -> None:
     cell = Cell("chunked_prefill", 4096, "triton", chunk=512, without="copy")
-    ranks = ["world_size", "parallel"]
-    assert list(stored(planned(cell))) == [name for name in AXES if name not in ranks]
+    turned = ["world_size", "parallel", "cache"]
+    assert list(stored(planned(cell))) == [name for name in AXES if name not in turned]
     assert planned(stored(planned(cell))).axes == cell
 
 
 def test_a_cell_of_several_ranks_stores_that_and_a_cell_of_one_is_one_cell() -> None:
     cell = Cell("train", 128, "v2", world_size=2, parallel="fsdp")
-    assert sorted(stored(planned(cell))) == sorted(AXES)
+    assert sorted(stored(planned(cell))) == sorted(name for name in AXES if name != "cache")
     assert planned(stored(planned(cell))).axes == cell
     assert cell.cell_id == "parallel=fsdp,path=v2,seq_len=128,workload=train,world_size=2"
     alone = Cell("train", 128, "v2", parallel="fsdp")

@@ -148,7 +148,7 @@ def blocks_over_another(monkeypatch: pytest.MonkeyPatch) -> None:
 
     def early(self: Steps, config: NSAConfig) -> Any:
         step = real(self, config)
-        step.cmp_B111.clamp_(max=3)
+        step.cmp_BM11.clamp_(max=3)
         return step
 
     monkeypatch.setattr(Steps, "next", early)

@@ -80,7 +80,8 @@ def test_axes_of_a_cell_are_complete_and_match_the_registry() -> None:
         "selection": "own",
         "without": "none",
     }
-    assert set(axes) == set(AXES) - {"world_size", "parallel"}  # of a cell of several ranks alone
+    # the others are named where a cell turns them
+    assert set(axes) == set(AXES) - {"world_size", "parallel", "cache"}
     assert set(AXES["path"].choices) == {
         *map(str, routing.Path),
         "auto",
@@ -171,6 +172,11 @@ def test_inline_model() -> None:
     assert matrix.model.dim == preset("tiny").dim
     assert matrix.model_name.startswith("inline-")
     assert parse().model_name == "tiny"
+
+
+def test_an_inline_model_may_checkpoint_layers() -> None:
+    matrix = parse(edited("model: tiny", "model: {preset: tiny, checkpoint_layers: [0, 1]}"))
+    assert matrix.model.checkpoint_layers == (0, 1)
 
 
 def test_the_text_is_kept_and_parses_again() -> None:

@@ -302,6 +302,11 @@ MISTAKES = [
         "model: {nsa: {rope_base: big}}",
         "m.yaml:4: model.nsa.rope_base: got the text 'big', wanted a number",
     ),
+    (
+        "model: tiny",
+        "model: {preset: tiny, checkpoint_layers: 2}",
+        "m.yaml:4: model.checkpoint_layers: ModelConfig.checkpoint_layers=2 must be (first, stop)",
+    ),
     ("model: tiny", "model: {preset: [tiny]}", "m.yaml:4: model.preset: got ['tiny'], wanted text"),
     ("model: tiny", "model: 3", "m.yaml:4: model: got 3, wanted a preset"),
     ("model: tiny", "model:", "m.yaml:4: model: got nothing, wanted a preset"),

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from nsa.config import ModelConfig
 from nsa.routing import Path, Route
-from perfbench.records import CACHED, SELECTED, Cell, Peer, torch_dtype_name
+from perfbench.records import CACHED, PAGED, SELECTED, Cell, Peer, torch_dtype_name
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +49,11 @@ class Claim:
         decode step takes it.
         """
         return self.chunk is not None and self.cell.cuda_graph == "on"
+
+    @property
+    def in_pages(self) -> bool:
+        """Whether the cache is one of pages."""
+        return self.cell.cache == PAGED
 
     @property
     def compiled(self) -> bool:

@@ -20,7 +20,7 @@ from nsa.attention import NSAAttention
 from nsa.config import ModelConfig, NSAConfig
 from nsa.dense import DenseAttention
 from perfbench import older_nsa
-from perfbench.worker.parity import cache
+from perfbench.worker.parity import cache, paged_cache
 from perfbench.worker.parity.claim import Claim
 from perfbench.worker.parity.judges import Attend, plain_attention, reference_attention
 
@@ -60,7 +60,7 @@ def outputs(claim: Claim, request: str, tokens: int) -> tuple[Tensor, Tensor, Te
         got = (
             compiled_of(layer)(x.to(device))
             if claim.compiled
-            else _own(layer, x.to(device), rows, claim.chunk, claim.stepping)
+            else _own(claim, layer, x.to(device), rows)
         )[:, rows]
         plain = by_hand(layer, model, x.to(device), rows.to(device), plain_attention)
         reference = by_hand(twin.double(), model, x.double(), rows, reference_attention)
@@ -73,13 +73,13 @@ def compiled_of(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
     return compiled
 
 
-def _own(layer: nn.Module, x: Tensor, rows: Tensor, chunk: int | None, stepping: bool) -> Tensor:
-    if chunk is None:
+def _own(claim: Claim, layer: nn.Module, x: Tensor, rows: Tensor) -> Tensor:
+    if claim.chunk is None:
         y: Tensor = layer(x)
         return y
-    return cache.layer(
-        layer, x, cache.pieces_of(chunk, rows.tolist(), x.shape[1]), stepping=stepping
-    )
+    through = paged_cache.layer if claim.in_pages else cache.layer
+    pieces = cache.pieces_of(claim.chunk, rows.tolist(), x.shape[1])
+    return through(layer, x, pieces, stepping=claim.stepping)
 
 
 def tokens_selecting_all(nsa: NSAConfig) -> int:

@@ -22,7 +22,7 @@ from nsa.config import NSAConfig
 from nsa.functional import selected_attention
 from perfbench.older_nsa import promise_of_sigmoid_gates
 from perfbench.records import ParityLine
-from perfbench.worker.parity import cache, layer, sizes
+from perfbench.worker.parity import cache, layer, paged_cache, sizes
 from perfbench.worker.parity.blocks import BlocksProof, Place, chosen, judge, num_malformed
 from perfbench.worker.parity.claim import Claim
 from perfbench.worker.parity.comparison import ParityComparison, Tensors
@@ -213,7 +213,8 @@ def _through_cache(claim: Claim, request: str, inputs: Tensors, rows: Tensor, ch
     RouteDiffers where a call for one of ``rows`` engages other counters than the timed Route's.
     """
     pieces = cache.pieces_of(chunk, rows.tolist(), inputs["q"].shape[1])
-    ran = cache.attention(
+    through = paged_cache.attention if claim.in_pages else cache.attention
+    ran = through(
         claim.model,
         inputs,
         pieces,

@@ -6,12 +6,10 @@ B batch, T tokens, G kv heads, N blocks.
 
 from __future__ import annotations
 
-import copy
 import math
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -318,7 +316,7 @@ class _ModelStep:
         labels: Tensor | None,
     ) -> tuple[twin.TwinStep, Attention]:
         decodes = self._decodes
-        caches = None if decodes is None else [_ordinary(c, decodes) for c in decodes.begin]
+        caches = None if decodes is None else decodes.ordinary()
         attention = Attention(self.model, self.job.axes, self.dtype, layers, caches)
         made = twin.step(
             self.model,
@@ -338,13 +336,3 @@ class _ModelStep:
 def _joined(parts: Blocks, along: int) -> Tensor | None:
     known = [part for part in parts if part is not None]
     return torch.cat(known, along) if len(known) == len(parts) else None
-
-
-def _ordinary(cache: Any, steps: CachedSteps) -> Any:
-    """A cache that shares the buffers of ``cache``, holds what a timed step begins with, and does
-    not step.
-    """
-    ordinary = copy.copy(cache)
-    if cache.steps is not None:
-        ordinary.end_steps([steps.tokens] * cache.batch, getattr(cache, "tail", []))
-    return ordinary

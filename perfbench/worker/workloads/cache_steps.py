@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -28,6 +28,7 @@ from perfbench.worker.workloads.made import Made
 REPLAY_TOLERANCE = 2**-5
 NUM_COMPARED = 3  # replays
 FILL_TOKENS = 2048  # appended at a time, so that little random K and V is alive next to the cache
+Compress = Callable[[Tensor, Tensor, Tensor], KV]  # raw k, v and the first block -> blocks
 Counts = dict[str, Tensor]  # branch -> keys that a call gathered, [B or 1, T] or [B, T, G]
 
 
@@ -67,22 +68,48 @@ class CachedSteps:
         self.pieces = [(0, 1)] if decodes else pieces(cell)
         new = self.pieces[-1][1]
         self.tokens_per_step = batch * new
-        self.begin: list[Any] = list(
-            model.new_cache(batch, self.tokens + 1 if decodes else seq_len)
+        self.begin: list[Any] = (
+            self._filled(job) if decodes else list(model.new_cache(batch, seq_len))
         )
-        if decodes:
-            layers: list[Any] = list(model.blocks)
-            for cache, layer in zip(self.begin, layers, strict=True):
-                fill(cache, self.tokens, layer.attention)
         self.batches = itertools.cycle(
             (ids,)
             for ids in torch.randint(
                 config.vocab_size, (num_batches, batch, new), device=job.device
             )
         )
-        self.steps = Steps(self.begin) if stepping else None
+        self.steps = self._stepping() if stepping else None
         self.made = Made()
         self._logits_BTV: Tensor  # of the last `body`; of a captured one, the graph's own memory
+
+    def _filled(self, job: Job) -> list[Any]:
+        """What a decode step goes through: for each layer a cache of ``tokens`` with room for one
+        more.
+        """
+        caches: list[Any] = list(self.model.new_cache(job.axes.batch, self.tokens + 1))
+        for cache, attention in zip(caches, self.attentions, strict=True):
+            fill(cache, self.tokens, attention)
+        return caches
+
+    def _stepping(self) -> Steps | None:
+        """The caches turned for captured steps."""
+        return Steps(self.begin)
+
+    @property
+    def attentions(self) -> list[Any]:
+        """The module of each layer."""
+        blocks: list[Any] = list(self.model.blocks)
+        return [block.attention for block in blocks]
+
+    def ordinary(self) -> list[Any]:
+        """For each layer what holds what a timed step begins with, and appends a token where it
+        lies, for the proof of the step; the buffers are those of the step.
+        """
+        found = []
+        for cache in self.begin:
+            found.append(ordinary := copy.copy(cache))
+            if cache.steps is not None:
+                ordinary.end_steps([self.tokens] * cache.batch, getattr(cache, "tail", []))
+        return found
 
     def body(self, ids_B1: Tensor) -> None:
         """One step with ``stepping``, of static shapes and without the host: a graph can hold
@@ -94,6 +121,10 @@ class CachedSteps:
             self._logits_BTV = self.model(ids_B1, cache=self.begin)
         self.made.outputs = [self._logits_BTV]
         self.steps.forget_last()
+
+    def replayed(self, replay: Callable[[], None]) -> Callable[[], None]:
+        """A step whose work on the device is ``replay``, of a graph of `body`."""
+        return replay
 
     def how_a_replay_differs(
         self, replay: Callable[[], None], inputs: Callable[[], Sequence[Tensor]]
@@ -152,8 +183,15 @@ class CachedSteps:
         else:
             replay()
             counted += [dict(cache.keys_read) for cache in self.begin]
-        size = sum(cache.memory_bytes() for cache in self.begin)
-        return CacheLine(tokens=self.tokens, memory_bytes=size, keys_read=mean_keys_read(counted))
+        return CacheLine(
+            tokens=self.tokens,
+            memory_bytes=self.memory_bytes(),
+            keys_read=mean_keys_read(counted),
+        )
+
+    def memory_bytes(self) -> int:
+        """Of the caches of all layers."""
+        return sum(cache.memory_bytes() for cache in self.begin)
 
     def _step(self, counted: list[Counts] | None) -> None:
         # A copy has a length of its own and the buffers of the original: the next step begins where
@@ -171,27 +209,50 @@ class CachedSteps:
 
 
 @torch.no_grad()
-def fill(cache: Any, tokens: int, attention: nn.Module) -> None:
+def fill(
+    cache: Any, tokens: int, attention: nn.Module, generator: torch.Generator | None = None
+) -> None:
     """Append ``tokens`` random tokens a row to the cache of the layer ``attention``, an NSACache
-    compressed as the layer does, or a DenseCache.
+    compressed as the layer does, or a DenseCache; drawn by ``generator``, or torch's own.
     """
     if not isinstance(attention, NSAAttention):
         for begin in range(0, tokens, FILL_TOKENS):
-            cache.append(_random(cache.kv, min(FILL_TOKENS, tokens - begin)))
+            cache.append(_random(cache.kv, cache.batch, min(FILL_TOKENS, tokens - begin)))
         return
+    compress = compression_of(attention)
+    for chunk in random_chunks(cache, tokens, generator):
+        cache.append(*chunk, compress=compress)
+
+
+def compression_of(attention: NSAAttention) -> Compress:
+    """How the layer makes compressed K and V of raw ones."""
     phi_params = (attention.phi_k.params(), attention.phi_v.params())
 
     def compress(k: Tensor, v: Tensor, first_block: Tensor) -> KV:
-        return compress_kv(k, v, first_block, config=cache.config, phi_params=phi_params)
+        return compress_kv(k, v, first_block, config=attention.config, phi_params=phi_params)
 
+    return compress
+
+
+def random_chunks(
+    cache: Any, tokens: int, generator: torch.Generator | None = None
+) -> Iterator[tuple[KV, KV, KV]]:
+    """(compressed, selected, window branch's) raw K and V of ``tokens`` random tokens a row, a
+    chunk at a time: the same for caches of one shape by generators of one seed.
+    """
     for begin in range(0, tokens, FILL_TOKENS):
         new = min(FILL_TOKENS, tokens - begin)
-        kv_cmp, kv_sel, kv_win = (_random(cache.sel, new) for _ in range(3))
-        cache.append(kv_cmp, kv_sel, kv_win, compress=compress)
+        kv_cmp, kv_sel, kv_win = (_random(cache.sel, cache.batch, new, generator) for _ in range(3))
+        yield kv_cmp, kv_sel, kv_win
 
 
-def _random(buffers: Sequence[Tensor], tokens: int) -> KV:
-    k, v = (x.new_empty(x.shape[0], tokens, *x.shape[2:]).normal_() for x in buffers)
+def _random(
+    buffers: Sequence[Tensor],
+    batch: int,
+    tokens: int,
+    generator: torch.Generator | None = None,
+) -> KV:
+    k, v = (x.new_empty(batch, tokens, *x.shape[2:]).normal_(generator=generator) for x in buffers)
     return k, v
 
 

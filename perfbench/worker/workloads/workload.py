@@ -18,6 +18,7 @@ from perfbench.matrix import OperatorCalls
 from perfbench.records import (
     ATTENTION,
     CACHED,
+    PAGED,
     SELECTED,
     CacheLine,
     Job,
@@ -39,6 +40,7 @@ from perfbench.worker.workloads.graphs import (
     eager,
 )
 from perfbench.worker.workloads.made import Made
+from perfbench.worker.workloads.paged_steps import PagedSteps
 
 if TYPE_CHECKING:
     from perfbench.worker.workloads.train_loop import LoopSteps
@@ -150,28 +152,7 @@ def build(job: Job) -> Workload:
         DenseLM(config, cell.path) if cell.is_dense else TinyLM(config, cell.path, cell.fa2)
     ).to(device=job.device, dtype=dtype)
     if cell.workload in CACHED:
-        steps = CachedSteps(job, config, model, NUM_BATCHES, stepping=cell.cuda_graph == "on")
-        if steps.steps is None:
-            return Workload(
-                steps.run,
-                steps.tokens_per_step,
-                model,
-                steps.line,
-                made=steps.made,
-                steps=steps,
-            )
-        replay = Captured(steps.body, steps.batches, CudaGrapher(), names_operators=job.profile)
-        differs = partial(steps.how_a_replay_differs, replay, lambda: replay.inputs)
-        return Workload(
-            replay,
-            steps.tokens_per_step,
-            model,
-            partial(steps.line, replay),
-            captured=replay,
-            differs=differs,
-            made=steps.made,
-            steps=steps,
-        )
+        return _through_cache(job, config, model)
     if (ranks := current()) is not None:  # equal weights, and sequences of its own for each rank
         torch.manual_seed(job.seed + SEEDS_APART * (ranks.rank + 1))
     ids = torch.randint(
@@ -188,6 +169,27 @@ def build(job: Job) -> Workload:
     )
     step = _stepped(job, model, lambda run: _train_body(run, optimizer, made), batches, made)
     return replace(step, optimizer=optimizer)
+
+
+def _through_cache(job: Job, config: ModelConfig, model: TinyLM | DenseLM) -> Workload:
+    """The step of a decode or a chunked prefill, launched by the host or replayed."""
+    cell = job.axes
+    kind = PagedSteps if cell.cache == PAGED else CachedSteps
+    steps = kind(job, config, model, NUM_BATCHES, stepping=cell.cuda_graph == "on")
+    work = Workload(
+        steps.run, steps.tokens_per_step, model, steps.line, made=steps.made, steps=steps
+    )
+    if cell.cuda_graph == "off":
+        return work
+    captured = Captured(steps.body, steps.batches, CudaGrapher(), names_operators=job.profile)
+    step = steps.replayed(captured)
+    return replace(
+        work,
+        step=step,
+        cache=partial(steps.line, step),
+        captured=captured,
+        differs=partial(steps.how_a_replay_differs, step, lambda: captured.inputs),
+    )
 
 
 def _on_ranks(job: Job, model: nn.Module, batches: Batches, made: Made, ranks: Ranks) -> Workload:
