@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from nsa.attention import NSAAttention
     from nsa.compression import compress
     from nsa.config import ModelConfig, NSAConfig
-    from nsa.decode import DecodeGraph, NSACache
+    from nsa.decode import ChunkGraph, DecodeGraph, NSACache
     from nsa.functional import (
         compressed_attention,
         nsa_attention,
@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from nsa.routing import RouteError
 
 _HOMES = {
+    "ChunkGraph": "decode",
     "DecodeGraph": "decode",
     "ModelConfig": "config",
     "NSAAttention": "attention",
@@ -39,6 +40,7 @@ _HOMES = {
     "sliding_attention": "functional",
 }
 __all__ = [
+    "ChunkGraph",
     "DecodeGraph",
     "ModelConfig",
     "NSAAttention",

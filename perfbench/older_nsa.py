@@ -87,6 +87,11 @@ def dense_keeps_a_cache() -> bool:
     return _exists("nsa.decode.dense_cache")
 
 
+def steps_in_chunks() -> bool:
+    """Whether caches of this nsa step by several tokens: `nsa.decode.ChunkGraph`."""
+    return _exists("nsa.decode.chunk_graph")
+
+
 def keeps_pages() -> bool:
     """Whether this nsa has a cache in pages: `nsa.decode.PagedCache`."""
     return _exists("nsa.decode.paged")

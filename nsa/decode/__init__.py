@@ -8,10 +8,10 @@ and leave. ``one_step`` says where one operator for all branches stores a token,
 
 from nsa.decode.cache import NSACache as NSACache
 from nsa.decode.cache import check_cache as check_cache
+from nsa.decode.chunk_graph import ChunkGraph as ChunkGraph
 from nsa.decode.dense_cache import DenseCache as DenseCache
 from nsa.decode.dense_cache import DenseView as DenseView
 from nsa.decode.dense_cache import check_dense_cache as check_dense_cache
-from nsa.decode.graph import ChunkGraph as ChunkGraph
 from nsa.decode.graph import DecodeGraph as DecodeGraph
 from nsa.decode.graph import capture as capture
 from nsa.decode.graph import check_device as check_device

@@ -1,5 +1,5 @@
-"""DecodeGraph and ChunkGraph: a decode step, or a chunk of prefill, of a TinyLM as one CUDA graph,
-so that it costs the GPU's time and not the host's.
+"""DecodeGraph: a decode step of a TinyLM as one CUDA graph, so that a step costs the GPU's time and
+not the host's.
 
 B batch, T tokens of the step, V vocabulary.
 """
@@ -34,11 +34,11 @@ class Steppable(Protocol):
     def __call__(self, ids_BT: Tensor, *, cache: Any) -> Tensor: ...
 
 
-class _StepGraph:
+class StepGraph:
     """A forward of ``model`` with ``cache`` of ``tokens`` ids a row, captured once."""
 
-    _kind = ""  # the class's public name
-    _wanted = ""  # of ids
+    kind = ""  # the class's public name
+    wanted = ""  # of ids
 
     def __init__(
         self, model: Steppable, cache: Sequence[NSACache | DenseCache], tokens: int
@@ -70,18 +70,18 @@ class _StepGraph:
                 self._replay: Callable[[], None] | None = capture(self._step, device)
             undo.pop_all()
 
-    def _replayed(self, ids_BT: Tensor) -> Tensor:
+    def replayed(self, ids_BT: Tensor) -> Tensor:
         """Logits [B, T, V] of a replay with these ids."""
         if self._replay is None:
             raise ValueError(
-                f"got a token for a closed {self._kind}; wanted an open one; make another of the"
+                f"got a token for a closed {self.kind}; wanted an open one; make another of the"
                 " same model and cache"
             )
         own = self._ids_BT
         if (ids_BT.shape, ids_BT.dtype, ids_BT.device) != (own.shape, own.dtype, own.device):
             got, wanted = (f"{x.dtype} {tuple(x.shape)} on {x.device}" for x in (ids_BT, own))
             raise ValueError(
-                f"got ids {got}; wanted {wanted}: {self._wanted}; reshape or move them, or make a"
+                f"got ids {got}; wanted {wanted}: {self.wanted}; reshape or move them, or make a"
                 " graph for that batch"
             )
         self.steps.check_room()
@@ -115,7 +115,7 @@ class _StepGraph:
         self.steps.forget_last()
 
 
-class DecodeGraph(_StepGraph):
+class DecodeGraph(StepGraph):
     """One decode step, captured once and replayed for each token: ids int64 [B, 1] -> logits [B,
     vocab_size] in the weights' dtype.
 
@@ -138,7 +138,7 @@ class DecodeGraph(_StepGraph):
     one again.
     """
 
-    _kind, _wanted = "DecodeGraph", "one token a row"
+    kind, wanted = "DecodeGraph", "one token a row"
 
     def __init__(self, model: Steppable, cache: Sequence[NSACache | DenseCache]) -> None:
         super().__init__(model, cache, 1)
@@ -151,37 +151,7 @@ class DecodeGraph(_StepGraph):
         another shape, dtype or device (an id outside the vocabulary is not looked for, as in every
         forward on CUDA), where a row is full, and after `close`.
         """
-        return self._replayed(ids_B1)[:, -1]
-
-
-class ChunkGraph(_StepGraph):
-    """Prefill in chunks from one CUDA graph: ids int64 [B, tokens] -> logits [B, tokens,
-    vocab_size] in the weights' dtype, of a chunk that continues each row.
-
-    As `DecodeGraph`, for chunks of ``tokens`` a row: the host, which an eager chunk of some
-    thousand tokens waits for, launches one graph. Every call takes a whole chunk; close the graph
-    and call the model for what is left of a prompt. `forget_all` begins other sequences with the
-    same graph. The caches are those of a TinyLM, ``model.new_cache``; errors as of DecodeGraph, and
-    ValueError for ``tokens`` that is not a whole number from 1 to max_len.
-    """
-
-    _kind, _wanted = "ChunkGraph", "a whole chunk of each row"
-
-    def __init__(self, model: Steppable, cache: Sequence[NSACache], tokens: int) -> None:
-        super().__init__(model, cache, tokens)
-
-    def __call__(self, ids_BT: Tensor) -> Tensor:
-        """Append ids int64 [B, tokens] and return the logits [B, tokens, V] of what follows each.
-
-        The result, what it waits for and the errors are those of `DecodeGraph.__call__`.
-        """
-        return self._replayed(ids_BT)
-
-    def forget_all(self) -> None:
-        """Empty every row, for other sequences. ValueError where the rows held tokens when the
-        graph was made.
-        """
-        self.steps.forget_all()
+        return self.replayed(ids_B1)[:, -1]
 
 
 def casting_anew(device: torch.device) -> torch.autocast:

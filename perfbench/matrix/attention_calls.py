@@ -28,6 +28,7 @@ from perfbench.older_nsa import (
     has_training_loop,
     keeps_pages,
     sort_min_rows,
+    steps_in_chunks,
 )
 from perfbench.records import (
     ATTENTION,
@@ -94,6 +95,8 @@ def problems(cell: Cell, model: ModelConfig) -> list[Problem]:
         # A captured step's positions are a tensor, as of rows that differ in length.
         captured = cell.cuda_graph == "on"
         return [replace(sequence, q_tokens=1, k_tokens=held + 1, whole=False, ragged=captured)]
+    if cell.workload == "chunked_prefill" and cell.cuda_graph == "on":
+        return [replace(sequence, q_tokens=cell.chunk, whole=False, ragged=True)]
     if cell.workload == "chunked_prefill":
         return [
             replace(sequence, q_tokens=end - begin, k_tokens=end, whole=False)
@@ -153,14 +156,14 @@ def why_not(cell: Cell, model: ModelConfig) -> str | None:
     if graph := next(
         (f"{name}=on" for name in ("compile", "cuda_graph") if getattr(cell, name) == "on"), None
     ):
-        if cell.workload == "chunked_prefill" or (
-            cell.workload == "decode" and cell.compile == "on"
-        ):
+        if cell.workload in CACHED and cell.compile == "on":
             return (
                 f"{graph} with {got}: the lengths of a cache are the host's, so no graph holds a"
                 f" step; wanted {graph[:-2]}off; leave it off"
             )
-        if cell.workload == "decode" and cell.path in (Path.V2, Path.MASKED) and cell.fa2 != "off":
+        if cell.workload == "chunked_prefill" and (reason := _why_not_chunk_graph(cell)):
+            return f"{graph} with {got}{reason}"
+        if cell.workload in CACHED and cell.path in (Path.V2, Path.MASKED) and cell.fa2 != "off":
             return (
                 f"{graph} with {got}, path={cell.path} and fa2={cell.fa2}: a captured step's"
                 " positions are on the device, where FA-2's window takes none; wanted fa2=off or"
@@ -215,6 +218,26 @@ def why_not(cell: Cell, model: ModelConfig) -> str | None:
         return (
             f"{got} with chunk={cell.chunk}: more than seq_len={cell.seq_len}, one call; wanted"
             " chunk <= seq_len; lower chunk"
+        )
+    return None
+
+
+def _why_not_chunk_graph(cell: Cell) -> str | None:
+    """Why no graph of a chunk serves the cell's prompt."""
+    if not steps_in_chunks():
+        return (
+            ": this nsa has no nsa.decode.ChunkGraph; wanted a newer revision, or cuda_graph=off;"
+            " leave it off"
+        )
+    if cell.seq_len % cell.chunk:
+        return (
+            f", seq_len={cell.seq_len} and chunk={cell.chunk}: a graph holds whole chunks alone;"
+            " wanted seq_len a multiple of chunk; change one, or leave cuda_graph off"
+        )
+    if cell.is_dense:
+        return (
+            f" and path={cell.path}: a dense twin's cache takes one token a captured step; wanted"
+            " cuda_graph=off for it; exclude this one"
         )
     return None
 

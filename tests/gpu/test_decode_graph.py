@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from nsa import DecodeGraph, NSAConfig, RouteError
+from nsa import ChunkGraph, DecodeGraph, NSAConfig, RouteError
 from nsa.blocks import BlockGrid
 from nsa.config import ModelConfig
 from nsa.decode.cache import NSACache
@@ -105,6 +105,37 @@ def test_replays_are_eager_steps(
     assert graph.steps.length_B.tolist() == [n + count for n in lengths]
     graph.close()
     ids = ids_of(len(lengths), 4, seed=99)
+    got, want = model(ids, cache=cache), model(ids, cache=plain)
+    assert error(got, want) <= 1e-4 * max(1.0, magnitude(want))
+
+
+@PATHS
+@pytest.mark.parametrize(
+    ("config", "lengths", "tokens"),
+    [(TIGHT, (1, 5, 33, 64), 24), (PAPER, (0, 30, 500, 511), 256)],
+    ids=["small", "window"],
+)
+@torch.no_grad()
+def test_replayed_chunks_are_eager_chunks(
+    path: str, config: ModelConfig, lengths: tuple[int, ...], tokens: int
+) -> None:
+    """Then a token on what the graph left."""
+    model = model_of(config, path)
+    room = max(lengths) + 3 * tokens + 1
+    plain, cache = prefilled(model, lengths, room), prefilled(model, lengths, room)
+    graph = ChunkGraph(model, cache, tokens)
+    for chunk in range(3):
+        ids = ids_of(len(lengths), tokens, seed=chunk)
+        with no_sync():
+            got = graph(ids)
+        want = model(ids, cache=plain)
+        assert error(got, want) <= 1e-4 * max(1.0, magnitude(want)), chunk
+        assert cache[2].lengths == plain[2].lengths
+    for branch in ("cmp", "sel", "win"):
+        read = cache[2].keys_read[branch]
+        assert torch.equal(read, plain[2].keys_read[branch].expand_as(read)), branch
+    graph.close()
+    ids = ids_of(len(lengths), 1, seed=99)
     got, want = model(ids, cache=cache), model(ids, cache=plain)
     assert error(got, want) <= 1e-4 * max(1.0, magnitude(want))
 

@@ -387,11 +387,6 @@ measure: {processes: 3}
 @pytest.mark.parametrize(
     ("kind", "path", "message"),
     [
-        (
-            "chunked_prefill",
-            "v2",
-            "the lengths of a cache are the host's, so no graph holds a step",
-        ),
         ("train", "v1", "its loop runs on the host, which no graph holds; wanted a fast path"),
         ("forward", "adaptive", "its loop runs on the host"),
         ("attention", "reference", "its loop runs on the host"),

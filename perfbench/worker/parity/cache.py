@@ -64,13 +64,13 @@ def attention(
     path: str,
     fa2: str,
     rows: Sequence[int],
-    stepping: bool = False,
+    stepping: int = 0,
 ) -> Through:
     """The attention function of the inputs ``t``, a piece at a time; engagement counted in pieces
     that hold one of ``rows``.
 
-    ``stepping``: a piece of one token is a step of static shapes, on a cache that is turned for it
-    and back.
+    A piece of at most ``stepping`` tokens is a step of static shapes, on a cache that is turned for
+    it and back.
     """
     nsa, q = model.nsa, t["q"]
     cache = NSACache.empty(
@@ -94,13 +94,16 @@ def attention(
             (t[f"k_{b}"][:, part], t[f"v_{b}"][:, part]) for b in ("cmp", "sel", "win")
         )
         options: dict[str, Any] = {"config": nsa, "path": path, "fa2": fa2}
-        steps = stepping and end - begin == 1
-        if steps and (one := _one_step(model, t, cache, part, **options)) is not None:
+        if (
+            stepping
+            and end - begin == 1
+            and (one := _one_step(model, t, cache, part, **options)) is not None
+        ):
             outputs.append(one.o)
             blocks.append(one.blocks)
             engaged |= one.engaged if begin in judged else frozenset()
             continue
-        with _turned(cache, steps):
+        with _turned(cache, end - begin, stepping):
             view = cache.append(kv_cmp, kv_sel, kv_win, compress=compress)
         k_cmp, v_cmp = view.cmp
         at = Place(view.q_start, view.sel[0].shape[1], is_whole_sequence=False)
@@ -129,7 +132,7 @@ def _one_step(
     from nsa import fused_step  # an older nsa has none
 
     with (
-        _turned(cache, True),
+        _turned(cache, 1, 1),
         engagement.collect() as counted,
         older_nsa.collect_blocks() as seen,
     ):
@@ -154,7 +157,7 @@ def projected(t: Tensors, part: slice, position_B: Tensor) -> Any:
 
 @torch.no_grad()
 def dense_attention(
-    model: ModelConfig, t: Tensors, pieces: Pieces, *, kind: str, stepping: bool = False
+    model: ModelConfig, t: Tensors, pieces: Pieces, *, kind: str, stepping: int = 0
 ) -> tuple[Tensor, frozenset[str]]:
     """(o of all tokens by full causal attention of ``kind``, the counters of its calls); the rest
     as in `attention`, the K and V being the selected branch's.
@@ -176,11 +179,11 @@ def dense_attention(
     )
     with engagement.collect() as counted:
         for begin, end in pieces:
-            part, steps = slice(begin, end), stepping and end - begin == 1
+            part, steps = slice(begin, end), end - begin <= stepping
             route = routing.route_dense_cached(
                 kind, replace(problem, whole=False, ragged=steps), here
             )
-            with _turned(cache, steps):
+            with _turned(cache, end - begin, stepping):
                 kv, step = (k[:, part], v[:, part]), cache.next_step()
                 outputs.append(
                     attend_cached(route, q[:, part], kv, cache, step, scale=model.head_dim**-0.5)
@@ -189,7 +192,7 @@ def dense_attention(
 
 
 @torch.no_grad()
-def layer(layer: nn.Module, x_BTM: Tensor, pieces: Pieces, *, stepping: bool = False) -> Tensor:
+def layer(layer: nn.Module, x_BTM: Tensor, pieces: Pieces, *, stepping: int = 0) -> Tensor:
     """The layer's y [B, T, M], a piece at a time through a cache of its own; ``stepping`` as in
     `attention`.
     """
@@ -197,15 +200,20 @@ def layer(layer: nn.Module, x_BTM: Tensor, pieces: Pieces, *, stepping: bool = F
     cache: Any = layer.new_cache(*x_BTM.shape[:2])
     parts = []
     for begin, end in pieces:
-        with _turned(cache, stepping and end - begin == 1):
+        with _turned(cache, end - begin, stepping):
             parts.append(layer(x_BTM[:, begin:end], cache=cache))
     return torch.cat(parts, 1)
 
 
 @contextmanager
-def _turned(cache: Any, stepping: bool) -> Iterator[None]:
-    """The cache as one that steps, while this is open."""
-    steps = Steps([cache]) if stepping else None
+def _turned(cache: Any, tokens: int, stepping: int) -> Iterator[None]:
+    """The cache as one that steps by ``tokens``, where they are at most ``stepping``, while this is
+    open.
+    """
+    steps = None
+    if tokens <= stepping:
+        # an older nsa knows steps of one token alone
+        steps = Steps([cache], tokens) if tokens > 1 else Steps([cache])
     yield
     if steps is not None:
         steps.end()

@@ -44,11 +44,11 @@ class Claim:
         return 1 if self.cell.workload == "decode" else self.cell.chunk
 
     @property
-    def stepping(self) -> bool:
-        """Whether each single token goes by a step of static shapes (`nsa.decode`), as a captured
-        decode step takes it.
+    def stepping(self) -> int:
+        """The most tokens that go by a step of static shapes (`nsa.decode`), as a captured step
+        takes them: one where the cell decodes, a chunk in a prefill; 0 where none is captured.
         """
-        return self.chunk is not None and self.cell.cuda_graph == "on"
+        return 0 if self.chunk is None or self.cell.cuda_graph == "off" else self.chunk
 
     @property
     def in_pages(self) -> bool:

@@ -34,7 +34,7 @@ def attention(
     path: str,
     fa2: str,
     rows: Sequence[int],
-    stepping: bool = False,
+    stepping: int = 0,
 ) -> Through:
     """As `cache.attention`, through the pages of a cache of one layer; a piece's blocks are those
     that its call chose.
@@ -108,7 +108,7 @@ def _one_step(
 
 
 @torch.no_grad()
-def layer(layer: nn.Module, x_BTM: Tensor, pieces: Pieces, *, stepping: bool = False) -> Tensor:
+def layer(layer: nn.Module, x_BTM: Tensor, pieces: Pieces, *, stepping: int = 0) -> Tensor:
     """As `cache.layer`."""
     assert isinstance(layer, NSAAttention)
     k, v = layer.new_cache(1, 1).sel  # of what kind they are
@@ -130,7 +130,7 @@ def _joined(cache: PagedCache) -> PagedCache:
 
 
 @contextmanager
-def _planned(cache: PagedCache, tokens: int, stepping: bool) -> Iterator[None]:
+def _planned(cache: PagedCache, tokens: int, stepping: int) -> Iterator[None]:
     """A step of ``tokens`` a row; with ``stepping`` and one token of the shapes that a captured
     step has.
     """

@@ -90,7 +90,9 @@ def route_at(claim: Claim, request: str, tokens: int) -> Route:
     if request.startswith("dense"):
         if claim.chunk is None:
             return routing.route_dense(request, problem, here)
-        return routing.route_dense_cached(request, replace(problem, ragged=claim.stepping), here)
+        return routing.route_dense_cached(
+            request, replace(problem, ragged=claim.stepping > 0), here
+        )
     if claim.selected_alone:
         problem = of_selected(problem)
     return route(settings.current().request(request, claim.cell.fa2), problem, here)

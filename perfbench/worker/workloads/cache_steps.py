@@ -46,9 +46,9 @@ class CachedSteps:
 
     The dense twin's cache holds as many tokens, and its step leaves as little.
 
-    ``stepping`` (decode): the caches step with their lengths on the device (`nsa.decode`), as in
-    nsa.DecodeGraph, for ``body`` to be captured: the same token at the same place, which is then
-    forgotten on the device.
+    ``stepping``: the caches step with their lengths on the device (`nsa.decode`), as in
+    nsa.DecodeGraph and nsa.ChunkGraph, for ``body`` to be captured: the same tokens at the same
+    place, which are then forgotten on the device. A captured prefill is one graph of all chunks.
     """
 
     def __init__(
@@ -63,7 +63,7 @@ class CachedSteps:
         """Raises torch.OutOfMemoryError where the caches do not fit."""
         cell = job.axes
         batch, seq_len, decodes = cell.batch, cell.seq_len, cell.workload == "decode"
-        self.model = model
+        self.model, self.decodes = model, decodes
         self.tokens = held_tokens(config, seq_len) if decodes else seq_len
         self.pieces = [(0, 1)] if decodes else pieces(cell)
         new = self.pieces[-1][1]
@@ -79,7 +79,9 @@ class CachedSteps:
         )
         self.steps = self._stepping() if stepping else None
         self.made = Made()
-        self._logits_BTV: Tensor  # of the last `body`; of a captured one, the graph's own memory
+        # of the last `body`, for each piece; of a captured one, the graph's own memory
+        self._logits: list[Tensor] = []
+        self._counts: list[KeysRead] = []  # for each piece and cache
 
     def _filled(self, job: Job) -> list[Any]:
         """What a decode step goes through: for each layer a cache of ``tokens`` with room for one
@@ -92,7 +94,8 @@ class CachedSteps:
 
     def _stepping(self) -> Steps | None:
         """The caches turned for captured steps."""
-        return Steps(self.begin)
+        begin, end = self.pieces[0]
+        return Steps(self.begin, end) if end - begin > 1 else Steps(self.begin)
 
     @property
     def attentions(self) -> list[Any]:
@@ -111,16 +114,33 @@ class CachedSteps:
                 ordinary.end_steps([self.tokens] * cache.batch, getattr(cache, "tail", []))
         return found
 
-    def body(self, ids_B1: Tensor) -> None:
+    def body(self, ids_BT: Tensor) -> None:
         """One step with ``stepping``, of static shapes and without the host: a graph can hold
         it.
         """
         assert self.steps is not None
-        self.made.begin(ids_B1)
+        self._forward(ids_BT)
+        if self.decodes:
+            self.steps.forget_last()
+        else:
+            self.steps.forget_all()
+
+    def _forward(self, ids_BT: Tensor) -> None:
+        """The model's calls of a step that a graph can hold."""
+        self.made.begin(ids_BT)
+        self._logits, self._counts = [], []
         with torch.no_grad():
-            self._logits_BTV = self.model(ids_B1, cache=self.begin)
-        self.made.outputs = [self._logits_BTV]
-        self.steps.forget_last()
+            for begin, end in self.pieces:
+                self._logits.append(self.model(ids_BT[:, begin:end], cache=self.begin))
+                self._counts += self._take_counters()
+        self.made.outputs = self._logits
+
+    def _take_counters(self) -> list[KeysRead]:
+        """Each cache's of the last call; the next one counts into others."""
+        counters = [cache.keys_read for cache in self.begin]
+        for cache in self.begin:
+            cache.keys_read = KeysRead()
+        return counters
 
     def replayed(self, replay: Callable[[], None]) -> Callable[[], None]:
         """A step whose work on the device is ``replay``, of a graph of `body`."""
@@ -142,28 +162,19 @@ class CachedSteps:
         self, replay: Callable[[], None], inputs: Callable[[], Sequence[Tensor]]
     ) -> str:
         replay()
-        graphs_BTV, counters = self._logits_BTV, [cache.keys_read for cache in self.begin]
-        got_BTV = graphs_BTV.clone()
-        for cache in self.begin:
-            # Counters that know the graph's own tensors must not learn others.
-            cache.keys_read = KeysRead()
+        graphs = self._logits, self._counts
+        got = [logits_BTV.clone() for logits_BTV in self._logits]
         self.body(*inputs())
-        wanted_BTV, self._logits_BTV = self._logits_BTV, graphs_BTV
-        self.made.outputs = [graphs_BTV]
-        for cache, counter in zip(self.begin, counters, strict=True):
-            cache.keys_read = counter
-        error, limit = (
-            float((got_BTV - wanted_BTV).float().abs().max()),
-            REPLAY_TOLERANCE * float(wanted_BTV.float().abs().max()),
-        )
+        wanted = self._logits
+        (self._logits, self._counts), self.made.outputs = graphs, graphs[0]
+        error, limit = 0.0, REPLAY_TOLERANCE * max(float(x.float().abs().max()) for x in wanted)
+        for replayed_BTV, launched_BTV in zip(got, wanted, strict=True):
+            error = max(error, float((replayed_BTV - launched_BTV).float().abs().max()))
         if error <= limit:
             return ""
-        got = (
-            f"a replay's logits differ by {error:.3g} from those of the same step launched by the"
-            " host"
-        )
         return (
-            f"{got}; wanted at most {limit:.3g}; find what the graph does not hold, or measure with"
+            f"a replay's logits differ by {error:.3g} from those of the same step launched by the"
+            f" host; wanted at most {limit:.3g}; find what the graph does not hold, or measure with"
             " cuda_graph=off"
         )
 
@@ -174,15 +185,14 @@ class CachedSteps:
         """What the caches hold, and the keys that one more step reads of them.
 
         With a ``replay`` of the captured step that is the step, and the keys are counted from what
-        it wrote: the graph's own blocks and positions, which the caches' counters have known since
-        the capture.
+        it wrote: the graph's own blocks and positions, which the counters of the capture know.
         """
         counted: list[Counts] = []
         if replay is None:
             self._step(counted)
         else:
             replay()
-            counted += [dict(cache.keys_read) for cache in self.begin]
+            counted += [dict(counts) for counts in self._counts]
         return CacheLine(
             tokens=self.tokens,
             memory_bytes=self.memory_bytes(),

@@ -71,10 +71,8 @@ class PagedSteps(CachedSteps):
 
         Run again it writes the same token to the same place.
         """
-        self.made.begin(ids_B1)
-        with self.pages.static(), torch.no_grad():
-            self._logits_BTV = self.model(ids_B1, cache=self.pages.layers)
-        self.made.outputs = [self._logits_BTV]
+        with self.pages.static():
+            self._forward(ids_B1)
 
     def replayed(self, replay: Callable[[], None]) -> Callable[[], None]:
         """A step whose work on the device is ``replay``, of a graph of `body`."""

@@ -1,0 +1,112 @@
+"""Workload chunked_prefill with cuda_graph=on: all chunks in one graph, what is counted, proved and
+refused.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor
+
+from nsa.decode import Steps
+from perfbench import older_nsa
+from perfbench.matrix import attention_calls
+from perfbench.records.job import Job
+from perfbench.records.rows import Status
+from perfbench.worker.workloads import workload
+from tests.perfbench.jobs import TINY
+from tests.perfbench.measure_cases import run
+from tests.perfbench.test_cache_steps import cached
+from tests.perfbench.test_decode_graph import HollowGrapher, captured
+from tests.perfbench.test_graphs import FakeGrapher
+
+pytestmark = pytest.mark.usefixtures("one_thread", "light")
+
+
+@pytest.fixture(autouse=True)
+def _fake_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(workload, "CudaGrapher", FakeGrapher)
+
+
+def prompt(*, graph: bool = True, seq_len: int = 120, chunk: int = 40) -> Job:
+    made = captured if graph else cached
+    return made(kind="chunked_prefill", seq_len=seq_len, chunk=chunk, batch=2)
+
+
+def test_a_row_is_the_eager_cells_but_for_what_ran_it() -> None:
+    row, eager = run(prompt()), run(prompt(graph=False))
+    assert (row.status, row.reason, row.engaged_by) == (Status.OK, "", "capture")
+    assert row.engaged == dict.fromkeys(
+        prompt().plan.counters, 3 * TINY.num_layers * row.steps_per_sample * len(row.samples_s)
+    )
+    assert row.cache is not None and eager.cache is not None
+    assert (row.cache.tokens, row.cache.keys_read) == (120, eager.cache.keys_read)
+    assert row.cache.memory_bytes > eager.cache.memory_bytes, "room for a chunk in the rings"
+    assert row.parity is not None and {"o", "layer", "blocks"} == set(row.parity.tensors)
+    assert row.step_proof is not None and row.step_proof.ok
+
+
+def test_each_replay_begins_with_empty_caches() -> None:
+    work = workload.build(prompt())
+    lengths: list[list[int]] = []
+    logits: list[Tensor] = []
+    hooks = [
+        work.model.register_forward_pre_hook(
+            lambda _, args, options: lengths.append(options["cache"][0].steps.length_B.tolist()),
+            with_kwargs=True,
+        ),
+        work.model.register_forward_hook(lambda _, args, out: logits.append(out.clone())),
+    ]
+    for _ in range(2):
+        work.step()
+    for hook in hooks:
+        hook.remove()
+    assert lengths == [[at, at] for at in (0, 40, 80)] * (len(lengths) // 3) and len(lengths) >= 9
+    assert work.steps is not None and work.made.inputs[0].shape == (2, 120)
+    whole = work.model(work.made.inputs[0])
+    torch.testing.assert_close(torch.cat(logits[-3:], 1), whole, rtol=1e-4, atol=1e-5)
+
+
+def test_a_replay_that_is_not_the_step_is_never_timed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(workload, "CudaGrapher", HollowGrapher)
+    row = run(prompt())
+    assert row.status is Status.PARITY and row.tok_per_s is None
+    assert row.reason.startswith("a replay's logits differ by ")
+
+
+def test_chunks_that_forget_the_window_are_caught(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The ring keeps a chunk less than the first query of a chunk looks back."""
+    real = Steps.append
+
+    def emptied(self: Steps, cache: object, *kv: object, **options: object) -> object:
+        for ring in cache.win:  # type: ignore[attr-defined]
+            ring.zero_()
+        return real(self, cache, *kv, **options)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(Steps, "append", emptied)
+    row = run(prompt())
+    assert row.status is Status.PARITY and row.tok_per_s is None
+
+
+@pytest.mark.parametrize(
+    ("changes", "why"),
+    [
+        ({"seq_len": 100}, "seq_len=100 and chunk=40: a graph holds whole chunks alone"),
+        ({"path": "dense", "fa2": "n/a"}, "a dense twin's cache takes one token a captured step"),
+        ({"path": "v2", "fa2": "on"}, "where FA-2's window takes none; wanted fa2=off"),
+        ({"path": "v1", "fa2": "off"}, "its loop runs on the host, which no graph holds"),
+        ({"compile": "on"}, "compile=on with workload=chunked_prefill: the lengths of a cache"),
+    ],
+)
+def test_what_no_graph_of_chunks_serves(changes: dict[str, object], why: str) -> None:
+    cell = replace(prompt().axes, **changes)  # type: ignore[arg-type]
+    assert why in (attention_calls.why_not(cell, TINY) or "served")
+
+
+def test_an_older_nsa_is_not_asked_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert older_nsa.steps_in_chunks() and attention_calls.why_not(prompt().axes, TINY) is None
+    monkeypatch.setattr(attention_calls, "steps_in_chunks", lambda: False)
+    reason = attention_calls.why_not(prompt().axes, TINY) or "served"
+    assert "this nsa has no nsa.decode.ChunkGraph; wanted a newer revision" in reason
