@@ -58,7 +58,7 @@ def entries(
     host's tables, which the next plan copies to the device.
     """
     rows = cache.rows
-    for name, of in zip(("sel", "win", "raw", "cmp"), rows.columns, strict=False):
+    for name, of in zip(("sel", "win", "raw", "cmp"), rows.columns, strict=True):
         columns = slice(rows.columns[of], rows.columns[of] + rows.widths[of])
         group = replace(getattr(pages, name), table=cache._host_tables[:, columns])
         counts = [cache.grid.num_cmp(n) if name == "cmp" else n for n in cache.lengths]
@@ -71,12 +71,11 @@ def poison(cache: PagedCache) -> None:
     """NaN wherever no row has an entry: in pages of nobody, the spare one, and behind the last
     entry of a page.
     """
-    pages = [cache.pages_of(layer) for layer in range(len(cache.layers))]
     used = {
         name: torch.zeros(pool[0].shape[1:3], dtype=torch.bool)
         for name, pool in cache._pools.items()
     }
-    for name, group, at, exists in entries(cache, pages[0]):
+    for name, group, at, exists in entries(cache, cache.pages_of(0)):
         (pool,) = (p for p, names in GROUPS.items() if name in names)
         page = group.table.long().gather(1, at // PAGE)
         used[pool][page[exists], (at % PAGE)[exists]] = True
