@@ -1,5 +1,5 @@
 """GPU tests are asked for by name (`--require gpu`); then a missing GPU fails them, it does not
-skip them.
+skip them. `--require two-gpus` asks for those of two GPUs as well, in the same way.
 
 `--require interpreter` turns Triton's interpreter on, so that path `triton` runs on a CPU: every
 test over the paths gets it. `--require postgres` gives the history's tests a second database.
@@ -18,6 +18,7 @@ from hypothesis import settings
 from tests.forked import TorchProcess
 
 GPU_TESTS = Path(__file__).parent / "gpu"
+TWO_GPU_TESTS = GPU_TESTS / "test_two_gpus.py"
 BROWSER_TESTS = Path(__file__).parent / "browser"
 FLEET_TESTS = Path(__file__).parent / "fleet"
 KERNELS = (
@@ -48,13 +49,14 @@ settings.load_profile("project")
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     what = (
-        "gpu: also collect tests/gpu, and fail them where there is no CUDA device; interpreter: run"
-        " path triton in Triton's interpreter; postgres: run the history's tests on a PostgreSQL"
+        "gpu: also collect tests/gpu, and fail them where there is no CUDA device; two-gpus: also"
+        " those of two GPUs, and fail them where there are fewer; interpreter: run path triton in"
+        " Triton's interpreter; postgres: run the history's tests on a PostgreSQL"
         " server, too, and fail them where it cannot be started; browser: collect tests/browser,"
         " and fail them where there is no Chromium; fleet: collect tests/fleet, and fail them"
         " without ray and submitit"
     )
-    choices = ["gpu", "interpreter", "postgres", "browser", "fleet"]
+    choices = ["gpu", "two-gpus", "interpreter", "postgres", "browser", "fleet"]
     parser.addoption("--require", choices=choices, default=None, help=what)
     parser.addoption(
         "--shuffle", type=int, default=None, metavar="SEED", help="run the tests in a random order"
@@ -82,8 +84,10 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
     asked = config.getoption("--require")
+    if collection_path == TWO_GPU_TESTS:
+        return None if asked == "two-gpus" else True
     if collection_path.is_relative_to(GPU_TESTS):
-        return None if asked == "gpu" else True
+        return None if asked in ("gpu", "two-gpus") else True
     if collection_path.is_relative_to(BROWSER_TESTS):
         return None if asked == "browser" else True
     if collection_path.is_relative_to(FLEET_TESTS):
@@ -96,10 +100,12 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
         return
     import torch
 
-    if not torch.cuda.is_available():
+    asked, wanted = item.config.getoption("--require"), 2 if item.path == TWO_GPU_TESTS else 1
+    got = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if got < wanted:
         pytest.fail(
-            "--require gpu was given, and torch sees no CUDA device; run without --require, or on a"
-            " machine with a GPU"
+            f"--require {asked} was given, and torch sees {got} CUDA devices of {wanted}; run"
+            " without --require, or on a machine with that many GPUs"
         )
 
 
@@ -110,7 +116,7 @@ def copy_engine_for_small_tensors(
     """Path triton fetches tiles by descriptors where q is large, which a test's is not: here
     always, unless the test says otherwise.
     """
-    if request.config.getoption("--require") in ("gpu", "interpreter"):
+    if request.config.getoption("--require") in ("gpu", "two-gpus", "interpreter"):
         from nsa.ops.kernels import common
 
         monkeypatch.setattr(common, "COPY_MIN_ELEMENTS", 0)

@@ -19,6 +19,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 
+from nsa.train.collective import is_of_a_collective
 from nsa.train.errors import TrainError, TrainExit
 from nsa.train.manifest import CheckpointManifest, FileDigest, one_line, sync_folder, write_text
 
@@ -89,8 +90,9 @@ class CheckpointStore:
         tensors may be overwritten.
 
         Plain tensors are taken to be the same in all ranks. TrainError CHECKPOINT for the failure
-        of this save, or, asynchronous, of the one before, whose end it awaits; the last good one
-        stays. ValueError for a leaf that is no tensor, and for an extra that JSON does not keep.
+        of this save, or, asynchronous, of the one before, whose end it awaits, and PEER where
+        another rank was gone; the last good one stays. ValueError for a leaf that is no tensor,
+        and for an extra that JSON does not keep.
         """
         self.wait()
         tensors = dict(_flat(state))
@@ -153,6 +155,8 @@ class CheckpointStore:
             )
             texts = [_extra(chosen, rank).read_text() for rank in range(manifest.world_size)]
         except (OSError, RuntimeError, CheckpointException) as error:
+            if is_of_a_collective(error):
+                raise _peer_error(f"{chosen} was read", error, "it stays as it is") from error
             raise TrainError(
                 TrainExit.CHECKPOINT,
                 f"{chosen} cannot be read: {one_line(error)}{_other_than(chosen)}",
@@ -178,11 +182,14 @@ class CheckpointStore:
             if self._ranks.rank == 0:
                 shutil.rmtree(temporary, ignore_errors=True)
             good = self.last_good()
+            last = f"the last good checkpoint is {good.name if good else 'none'}"
+            if is_of_a_collective(error):
+                what = f"step {step} was saved in {self._folder}"
+                raise _peer_error(what, error, last) from error
             raise TrainError(
                 TrainExit.CHECKPOINT,
-                f"step {step} is not saved in {self._folder}: {one_line(error)}; the last good"
-                f" checkpoint is {good.name if good else 'none'}; make room or mend the disk, then"
-                " resume",
+                f"step {step} is not saved in {self._folder}: {one_line(error)}; {last}; make room"
+                " or mend the disk, then resume",
             ) from error
 
     def _digests(self, folder: Path) -> dict[str, FileDigest]:
@@ -354,6 +361,15 @@ def _check_tensors(folder: Path, tensors: Mapping[str, Tensor]) -> None:
                 f"{folder} has {name} as {there.properties.dtype} {list(there.size)}; wanted"
                 f" {one.dtype} {list(one.shape)}; resume with the model that it was saved with",
             )
+
+
+def _peer_error(what: str, error: BaseException, left: str) -> TrainError:
+    """Of an exchange between the ranks that failed while ``what``: no fault of the disk."""
+    return TrainError(
+        TrainExit.PEER,
+        f"another rank ended or hung while {what}, which aborted the exchange between the ranks"
+        f" ({one_line(error)}); {left}; read the other ranks' output and stacks, then resume",
+    )
 
 
 def _extra(folder: Path, rank: int) -> Path:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from nsa.parallel.norm import local_of, squared_norm
 from nsa.train.config import LoopConfig
 
 _WRAPPERS = ("module", "_orig_mod")  # DistributedDataParallel, torch.compile
@@ -32,7 +33,7 @@ class TrainOptimizer:
         self, parameters: Mapping[str, nn.Parameter], config: LoopConfig, *, masters: bool
     ) -> None:
         self._parameters = dict(parameters)
-        self._locals = {name: _local(one.detach()) for name, one in self._parameters.items()}
+        self._locals = {name: local_of(one.detach()) for name, one in self._parameters.items()}
         device = next(iter(self._locals.values())).device
         self.lr = torch.tensor(config.lr, dtype=torch.float32, device=device)
         self.found_inf = torch.zeros((), dtype=torch.float32, device=device)
@@ -76,14 +77,8 @@ class TrainOptimizer:
         applied in the fused kernel, in fp32; ``.grad`` itself is not read again. Call it after the
         backward of a step's last micro-step, before `step`; without it a step does not clip.
         """
-        groups: dict[Any, list[Tensor]] = {}
-        for one in self._parameters.values():
-            if one.grad is not None:
-                groups.setdefault(_mesh_dims(one.grad), []).append(_local(one.grad))
-        squares = [
-            _square_of_all_shards(gradients, mesh_dims) for mesh_dims, gradients in groups.items()
-        ]
-        norm = torch.stack(squares).sum().sqrt() if squares else torch.zeros_like(self._scale)
+        gradients = [one.grad for one in self._parameters.values() if one.grad is not None]
+        norm = squared_norm(gradients).sqrt() if gradients else torch.zeros_like(self._scale)
         if max_norm > 0:
             self._scale.copy_((norm / max_norm).clamp(min=1.0))
         return norm
@@ -92,7 +87,9 @@ class TrainOptimizer:
     def step(self) -> None:
         """One update of every weight that has a gradient."""
         given = {
-            name: _local(one.grad) for name, one in self._parameters.items() if one.grad is not None
+            name: local_of(one.grad)
+            for name, one in self._parameters.items()
+            if one.grad is not None
         }
         mastered = [name for name in given if name in self._masters]
         if mastered:
@@ -115,7 +112,7 @@ class TrainOptimizer:
             if set_to_none:
                 one.grad = self._stepped[name].grad = None
             elif one.grad is not None:
-                _local(one.grad).zero_()
+                local_of(one.grad).zero_()
 
     def state_dict(self) -> dict[str, dict[str, Tensor]]:
         """The live tensors: {"step", "exp_avg", "exp_avg_sq", "master"} -> weight's name -> tensor,
@@ -146,7 +143,7 @@ class TrainOptimizer:
                     " wanted the state of the same model and precision"
                 )
             for name, one in tensors.items():
-                _local(one).copy_(_local(given[name]))
+                local_of(one).copy_(local_of(given[name]))
 
     def _global(self, name: str, local: Tensor) -> Tensor:
         parameter = self._parameters[name]
@@ -187,34 +184,3 @@ def build_optimizer(model: nn.Module, config: LoopConfig) -> TrainOptimizer:
 
 def _plain_name(name: str) -> str:
     return ".".join(part for part in name.split(".") if part not in _WRAPPERS)
-
-
-def _local(tensor: Tensor) -> Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
-
-
-def _mesh_dims(gradient: Tensor) -> Any:
-    """(mesh, the dimensions along which ranks hold different parts), or None."""
-    if not isinstance(gradient, DTensor):
-        return None
-    if any(one.is_partial() for one in gradient.placements):
-        raise ValueError(
-            f"got a gradient placed {gradient.placements}; wanted a reduced one; let the last"
-            " backward of a step reduce it"
-        )
-    dims = [dim for dim, one in enumerate(gradient.placements) if not one.is_replicate()]
-    return gradient.device_mesh, tuple(dims)
-
-
-def _square_of_all_shards(gradients: list[Tensor], mesh_dims: Any) -> Tensor:
-    square = _sum_of_squares(gradients)
-    if mesh_dims is not None:
-        mesh, dims = mesh_dims
-        for dim in dims:
-            torch.distributed.all_reduce(square, group=mesh.get_group(dim))
-    return square
-
-
-def _sum_of_squares(gradients: Iterable[Tensor]) -> Tensor:
-    norms = torch._foreach_norm(list(gradients), 2, dtype=torch.float32)
-    return torch.stack(norms).square().sum()

@@ -17,6 +17,7 @@ import torch
 
 from nsa import RouteError, settings
 from nsa.train import stacks
+from nsa.train.collective import is_of_a_collective
 from nsa.train.config import RunConfig
 from nsa.train.errors import TrainError, TrainExit
 from nsa.train.loop import Trainer
@@ -45,7 +46,7 @@ def main(argv: Sequence[str]) -> int:
         step = trainer.step_count + 1
         return _fail(TrainExit.MEMORY, f"out of memory in step {step}: {error}")
     except RuntimeError as error:
-        if place is None or not _is_of_a_collective(error):
+        if place is None or not is_of_a_collective(error):
             raise
         _keep_stack(out, rank)
         return _fail(
@@ -61,11 +62,6 @@ def _keep_stack(out: Path, rank: int) -> None:
     """Append the stack of the error that is handled to this rank's stacks, if the disk takes it."""
     with suppress(OSError), stacks.stacks_path(out, rank).open("a", encoding="utf-8") as file:
         traceback.print_exc(file=file)
-
-
-def _is_of_a_collective(error: RuntimeError) -> bool:
-    """Gloo raises plain RuntimeErrors that name its source files."""
-    return isinstance(error, torch.distributed.DistError) or "gloo/" in str(error)
 
 
 def _show(line: str) -> None:

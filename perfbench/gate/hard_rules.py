@@ -14,7 +14,7 @@ from perfbench.gate.clocks import clock_faults
 from perfbench.gate.judgement import Finding, severity
 from perfbench.gate.loaded_peers import peer_findings
 from perfbench.gate.own_steps import files_of, own_findings, own_path_problems
-from perfbench.gate.several_ranks import rank_findings
+from perfbench.gate.several_ranks import proof_findings, rank_findings
 from perfbench.matrix import expected_of
 from perfbench.records import (
     EVERYTHING,
@@ -110,6 +110,7 @@ def cell_findings(
     merged = _merge(found, len(rows)) + _second_witness(cell, rows, proofs)
     merged += repeats.findings(rows, proofs.resumed_utc)
     merged += peer_findings(cell, rows)
+    merged += proof_findings(cell, rows)
     speeds = [
         row.tok_per_s for row in rows if row.status is Status.OK and row.tok_per_s is not None
     ]
@@ -290,7 +291,9 @@ def _parity(row: Replicate) -> Iterator[Finding]:
             )
         return
     over = {name: ratio for name, ratio in parity.tensors.items() if ratio > 1}
-    if not parity.ok or over or row.status is Status.PARITY:
+    if parity.ok and not over and row.status is Status.PARITY and row.reason:
+        yield Finding(Verdict.PARITY, "parity", row.reason[:REASON_CHARS])
+    elif not parity.ok or over or row.status is Status.PARITY:
         worst_at = (
             f"worst at {parity.worst}, error {parity.max_error:.3g} against tolerance"
             f" {parity.tolerance:.3g}"

@@ -1,10 +1,10 @@
 """What the row of a cell on several ranks must hold of each of them: a rank that is not in it may
-have run anything.
+have run anything; and that the cell's step was proved.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from perfbench.gate.judgement import Finding
 from perfbench.records import PlannedCell, Replicate, Status, Verdict
@@ -15,8 +15,7 @@ MAX_MISMATCH = 1e-9
 
 def rank_findings(cell: PlannedCell, row: Replicate) -> Iterator[Finding]:
     """FAILED where a rank is missing, WRONG_PATH where one ran otherwise than planned or on another
-    one's card, IMPOSSIBLE where the row's samples are not the slowest rank's, PARITY where the step
-    was not proved by replicate 0.
+    one's card, IMPOSSIBLE where the row's samples are not the slowest rank's.
     """
     size = cell.axes.world_size
     if size == 1 or row.status is not Status.OK:
@@ -47,9 +46,29 @@ def rank_findings(cell: PlannedCell, row: Replicate) -> Iterator[Finding]:
     ):
         text = "its samples are not the slowest rank's, sample by sample: edited or miscomputed"
         yield Finding(Verdict.IMPOSSIBLE, "ranks' samples", text)
-    if row.replicate == 0 and row.step_proof is None:
-        text = "the reduced gradients were compared with nothing: no proof of the step"
-        yield Finding(Verdict.PARITY, "no proof", text)
+
+
+def proof_findings(cell: PlannedCell, rows: Sequence[Replicate]) -> list[Finding]:
+    """PARITY where replicate 0 of a cell on several ranks has no proof of its step: what the
+    reduction gave was compared with nothing. A row that did not finish is red by itself.
+    """
+    if cell.axes.world_size == 1 or any(row.status is not Status.OK for row in rows):
+        return []
+    proofs = [row.step_proof for row in rows if row.replicate == 0]
+    if proofs and all(one is not None and one.ok is not None for one in proofs):
+        return []  # one that failed is found by its row
+    why = "replicate 0 is not in the run"
+    if proofs:
+        why = next(
+            "none was recorded" if one is None else one.absent or "no reason was recorded"
+            for one in proofs
+            if one is None or one.ok is None
+        )
+    text = (
+        "the reduced gradients were compared with nothing, no proof of the step by replicate 0"
+        f" ({why}): a number without proof is not a result; measure again"
+    )
+    return [Finding(Verdict.PARITY, "no proof", text)]
 
 
 def _counts(engaged: dict[str, int]) -> str:

@@ -2,24 +2,15 @@
 
 from __future__ import annotations
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel
+
+from perfbench.records.line_settings import LINE_SETTINGS
 
 
-class LineRecord(BaseModel):
-    # Each command builds the validators that it uses, at their first use.
-    model_config = ConfigDict(
-        extra="allow",
-        allow_inf_nan=False,
-        frozen=True,
-        defer_build=True,
-        populate_by_name=True,
-        serialize_by_alias=True,
-    )
-
-
-class Telemetry(LineRecord):
+class Telemetry(BaseModel):
     """NVML during the timed window; every null has its reason in ``absent``."""
 
+    model_config = LINE_SETTINGS
     utilisation_pct: float | None = None
     memory_utilisation_pct: float | None = None
     sm_clock_mhz: float | None = None
@@ -38,9 +29,10 @@ class Telemetry(LineRecord):
     absent: dict[str, str] = {}
 
 
-class RankLine(LineRecord):
+class RankLine(BaseModel):
     """What one rank of a step on several ranks showed; of an untimed one the numbers are empty."""
 
+    model_config = LINE_SETTINGS
     rank: int
     samples_s: list[float] = []  # by its own clock; the row's are the largest of all ranks
     engaged: dict[str, int] = {}  # while timing
@@ -50,14 +42,16 @@ class RankLine(LineRecord):
     device_uuid_sha256: str | None = None
 
 
-class RanksLine(LineRecord):
+class RanksLine(BaseModel):
     """Of a cell with world_size > 1: its ranks, and what their communication costs.
 
-    ``unsynchronised_step_s``: median seconds of the same step, slowest rank, with gradients left
-    where they are (``no_sync``), after the timed samples of the same processes. ``exposed_s``: the
-    timed step's seconds above those; below 0 it is noise.
+    ``unsynchronised_step_s``: median seconds of the same step, slowest rank, without collectives,
+    after the timed samples of the same processes: gradients stay where they are, under fsdp weights
+    are those gathered before. ``exposed_s``: the timed step's seconds above those; below 0 it is
+    noise.
     """
 
+    model_config = LINE_SETTINGS
     parallel: str
     backend: str  # nccl | gloo
     ranks: list[RankLine]

@@ -15,9 +15,10 @@ from pydantic import BaseModel, ConfigDict, Field, GetCoreSchemaHandler, Validat
 from pydantic_core import PydanticCustomError, core_schema
 
 from perfbench.records.cells import Cell, Value
+from perfbench.records.line_settings import LINE_SETTINGS
 from perfbench.records.own_step import OwnStepFile, OwnStepLine
 from perfbench.records.peers import Peer
-from perfbench.records.ranks import RanksLine, Telemetry
+from perfbench.records.ranks import RankLine, RanksLine, Telemetry
 from perfbench.records.trained_blocks import TrainedBlocks
 
 SCHEMA_VERSION = 3  # 2: sentinel lines; 3: each line carries its digest
@@ -26,15 +27,7 @@ METHOD_VERSION = 1  # raise it whenever a number would change although the measu
 
 
 class _Record(BaseModel):
-    # Each command builds the validators that it uses, at their first use.
-    model_config = ConfigDict(
-        extra="allow",
-        allow_inf_nan=False,
-        frozen=True,
-        defer_build=True,
-        populate_by_name=True,
-        serialize_by_alias=True,
-    )
+    model_config = LINE_SETTINGS
 
 
 class _AsMapping:
@@ -558,5 +551,6 @@ def build_validators() -> None:
     """Build the validators of all records now: in a process that forks others, each of which would
     build its own.
     """
-    for record in _Record.__subclasses__():
+    records: list[type[BaseModel]] = [*_Record.__subclasses__(), Telemetry, RankLine, RanksLine]
+    for record in records:
         record.model_rebuild()

@@ -18,8 +18,9 @@ AXES_OF_RANKS = ("world_size", "parallel")
 NOTE = (
     "tok/s is of all ranks, by the slowest rank of each sample. Efficiency: that over world_size x"
     " the tok/s of the same cell on one, where this run has it. Exposed: the step's time minus that"
-    " of the same step without gradient synchronisation (no_sync), median of 5 samples after the"
-    f" timed ones in the same processes. {NO_NUMBER}"
+    " of the same step without collectives (ddp: no_sync; fsdp: weights gathered before, gradients"
+    " left as they are), median of 5 samples after the timed ones in the same processes."
+    f" {NO_NUMBER}"
 )
 
 

@@ -44,6 +44,7 @@ from perfbench.worker.parity.claim import Claim
 from perfbench.worker.parity.proof import prove
 from perfbench.worker.parity.sizes import RouteDiffers
 from perfbench.worker.peers.call import loaded_peer
+from perfbench.worker.ranks.clock import own_clock
 from perfbench.worker.ranks.exposed import ranks_line
 from perfbench.worker.ranks.world import current
 from perfbench.worker.step_proof.prove import prove as prove_step
@@ -203,7 +204,7 @@ def _timed(
         facts["host_bound"] = profile.is_host_bound(facts["profile"])
         if facts["profile"].witness_ok is False:
             raise Stop(Status.WRONG_PATH, facts["profile"].witness, without_speed(facts))
-    gemm_clock = CheckedClock(clock)
+    gemm_clock = CheckedClock(own_clock(clock))
     facts["physics"] = _physics(job, model, timed.step_s, gemm_clock)
     facts["other_clocks"] = OtherClocks(
         raw_s=timed.raw_s,
@@ -244,8 +245,11 @@ class Phases(dict[str, float]):
 def _trace(job: Job, clock: Clock, turn: Turn, chrome: Path) -> dict[str, Any]:
     """One warm step under the profiler.
 
-    Publishes no speed, so it needs no proof; that it shows a wrong path may be its purpose.
+    Publishes no speed, so it needs no proof; that it shows a wrong path may be its purpose. Of
+    several ranks, which take the same steps, the first one's is kept.
     """
+    if (ranks := current()) is not None and ranks.rank > 0:
+        chrome = ranks.folder / f"rank-{ranks.rank}-{chrome.name}"
     with closing(workload.build(job)) as work:
         return _traced(job, clock, turn, chrome, work)
 
@@ -371,7 +375,12 @@ def _prove_step(
     """
     on_gpu = job.device == "cuda"
     peak = torch.cuda.max_memory_allocated() if on_gpu else 0
-    line = prove_step(work, job, model)
+    try:
+        line = prove_step(work, job, model)
+    except torch.OutOfMemoryError as error:  # of a rank, without which the others prove nothing
+        absent = f"no proof of the step: the twin does not fit into memory next to it: {error}"
+        line = StepProof(ok=None, absent=absent)
+        raise Stop(Status.PARITY, absent, facts | {"step_proof": line}) from error
     if line.ok is False:
         reason = f"the step differs from its plain twin: {line.worst}"
         raise Stop(Status.PARITY, reason, facts | {"step_proof": line})

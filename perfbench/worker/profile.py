@@ -20,6 +20,7 @@ from perfbench.older_nsa import steps_off
 from perfbench.records import Kernels, Profile, own_times, table_path, totalled, whole_file
 from perfbench.worker import callers, operators
 from perfbench.worker.peers.witness import witness_of
+from perfbench.worker.ranks.world import current
 
 HOST_BOUND_BELOW = 0.85  # device time over step time: below it the GPU waits for the host
 HOST_STEPS, HOST_BUDGET_S = 15, 0.5  # whose enqueueing is timed: fewer where they take that long
@@ -343,7 +344,9 @@ def capture(
         if len(events) > MAX_EVENTS
         else ""
     )
-    few = device == "cpu" and len(events) <= callers.MAX_EVENTS
+    ranks = current()  # each takes one more step, or none does
+    most = len(events) if ranks is None else ranks.agree(len(events))
+    few = device == "cpu" and most <= callers.MAX_EVENTS
     seen = {"called_from": callers.callers(step) if few else {}}
     table = tabulate(events, device).model_copy(update={"chrome_absent": many, **seen, **extra})
     if not many:

@@ -8,9 +8,10 @@ from typing import Any
 import pytest
 
 from tests.nsa.tensor_ranks import LAYERS
-from tests.nsa.torchrun import found_by_ranks
+from tests.nsa.torchrun import found_by_forks, found_by_ranks
 
 SCRIPT = Path(__file__).with_name("tensor_ranks.py")
+MESH_SCRIPT = Path(__file__).with_name("tensor_mesh.py")
 BOUND = 1e-12  # of the largest value: sums of 2 x 64 products in fp64, in another order
 
 
@@ -47,3 +48,25 @@ def test_what_does_not_fit_is_refused(ranks: list[dict[str, Any]]) -> None:
     for found in ranks:
         assert "num_kv_heads=3 over 2 ranks; wanted a multiple" in found["refused"]["heads"]
         assert "a Linear; wanted an NSAAttention or a TinyLM" in found["refused"]["kind"]
+
+
+@pytest.fixture(scope="module")
+def mesh(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    """What each of four ranks found."""
+    out = tmp_path_factory.mktemp("mesh") / "found.json"
+    loaded: list[dict[str, Any]] = found_by_forks(MESH_SCRIPT, out)
+    return loaded
+
+
+@pytest.mark.parametrize(
+    "what",
+    ["tp norm", "tp gradients", "dp x tp norm", "dp x tp weights", "loaded by 4", "loaded by 1"],
+)
+def test_clipping_a_mesh_and_a_checkpoint_are_those_of_one_process(
+    mesh: list[dict[str, Any]], what: str
+) -> None:
+    """The norm before clipping and the clipped gradients, by torch on the whole model; the weights
+    after a step of FSDP2 over 2 x 2 ranks, and as 4 ranks and each one alone load them.
+    """
+    for found in mesh:
+        assert found["clipped"] and found[what] < BOUND, (what, found)

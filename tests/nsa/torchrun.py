@@ -1,4 +1,4 @@
-"""Scripts of tests on several ranks, started by torchrun over gloo."""
+"""Scripts of tests on several ranks, started by torchrun, or forking their ranks themselves."""
 
 from __future__ import annotations
 
@@ -16,7 +16,15 @@ ROOT = Path(__file__).parents[2]
 def found_by_ranks(script: Path, ranks: int, out: Path) -> Any:
     """The JSON that ``script``, whose argument is ``out``, has rank 0 write there."""
     launcher = ["torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
-    command = [sys.executable, "-m", *launcher, "--no-python", sys.executable]
+    return _found([sys.executable, "-m", *launcher, "--no-python", sys.executable], script, out)
+
+
+def found_by_forks(script: Path, out: Path) -> Any:
+    """Of a script that forks its ranks, which then import torch once: 2 s of CPU less a rank."""
+    return _found([sys.executable], script, out)
+
+
+def _found(command: list[str], script: Path, out: Path) -> Any:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("OMP_NUM_THREADS", "1")
         patch.setenv("PYTHONPATH", str(ROOT))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import time
 from typing import Any
 
 import torch
@@ -15,11 +16,14 @@ from perfbench.worker import measure as real
 from perfbench.worker.clock import Clock
 from perfbench.worker.ranks import model
 from perfbench.worker.ranks.world import current
+from perfbench.worker.step_proof import prove
 from perfbench.worker.telemetry import Sampler
 from perfbench.worker.turn import Turn
 from perfbench.worker.workloads import workload
 
-KILLED, HANGS, OTHER_PATH, NOT_REDUCED, LOST, RAISES = range(101, 107)
+KILLED, HANGS, OTHER_PATH, NOT_REDUCED, LOST, RAISES, NO_MEMORY, SLOW_WIRE, LATE = range(101, 110)
+SLOW_S = 0.3  # of each reduction, many times what the step computes
+LATE_S = 0.5  # behind the other rank, as after a profile
 CALLS_BEFORE = 2  # of the model, green
 
 
@@ -32,19 +36,39 @@ def measure(job: Job, clock: Clock, sampler: Sampler, turn: Turn) -> Replicate:
 
 def _plant(fault: int) -> None:
     seams: Any = workload
-    if fault == OTHER_PATH:
+    if fault == LATE:
+        late: Any = real
+        physics = real._physics
+
+        def _physics_later(*given: Any) -> Any:
+            time.sleep(LATE_S)
+            return physics(*given)
+
+        late._physics = _physics_later
+    elif fault == NO_MEMORY:
+        proof: Any = prove
+        proof.begin_alike = _no_memory
+    elif fault == OTHER_PATH:
         seams.TinyLM = lambda config, path, fa2: TinyLM(config, "masked", fa2)
-    elif fault in (NOT_REDUCED, LOST):
+    elif fault in _HOOKS:
         wrap: Any = model.wrap
 
         def wrapped(*given: Any) -> Any:
             made = wrap(*given)
-            made.register_comm_hook(None, _not_reduced if fault == NOT_REDUCED else _lost)
+            if hasattr(made, "set_custom_reduce_scatter"):  # fsdp, of its last group
+                made.set_custom_reduce_scatter(_SlowReduceScatter())
+                dist.all_gather = _slow_gather  # by which weights are gathered once, untimed
+            else:
+                made.register_comm_hook(None, _HOOKS[fault])
             return made
 
         seams.wrap = wrapped
     elif fault in (KILLED, HANGS, RAISES):
         seams.TinyLM = lambda *given: _Faulty(*given, fault)
+
+
+def _no_memory(*given: Any) -> None:
+    raise torch.OutOfMemoryError("planted")
 
 
 class _Faulty(TinyLM):
@@ -76,3 +100,35 @@ def _not_reduced(state, bucket):  # type: ignore[no-untyped-def]
 
 def _lost(state, bucket):  # type: ignore[no-untyped-def]
     return _reduced(torch.zeros_like(bucket.buffer())).then(lambda found: found.value()[0])
+
+
+def _slow(state, bucket):  # type: ignore[no-untyped-def]
+    time.sleep(SLOW_S)
+    return _reduced(bucket.buffer()).then(lambda found: found.value()[0])
+
+
+_HOOKS = {NOT_REDUCED: _not_reduced, LOST: _lost, SLOW_WIRE: _slow}
+
+
+def _slow_gather(parts: list[torch.Tensor], x: torch.Tensor, group: Any) -> None:
+    time.sleep(SLOW_S)
+    _GATHER(parts, x, group)
+
+
+_GATHER = dist.all_gather
+
+
+class _SlowReduceScatter:
+    def allocate(self, size: Any, *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        return torch.empty(*size, dtype=dtype, device=device)
+
+    def __call__(
+        self,
+        output_tensor: torch.Tensor,
+        input_tensor: torch.Tensor,
+        group: dist.ProcessGroup,
+        op: object,
+        async_op: bool = False,
+    ) -> None:
+        time.sleep(SLOW_S)
+        dist.reduce_scatter_single(output_tensor, input_tensor, op, group)

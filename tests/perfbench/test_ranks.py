@@ -8,8 +8,10 @@ from typing import Any
 
 import pytest
 
+from perfbench.gate.clocks import clock_faults
 from perfbench.records.cells import Cell
 from perfbench.records.job import Job
+from perfbench.records.kernel_table import Kernels, table_path
 from perfbench.records.rows import Replicate, Status
 from perfbench.runner.executor import ForkServerExecutor
 from tests.perfbench import jobs
@@ -70,12 +72,23 @@ def test_a_green_row_has_both_ranks_and_the_slowest_ones_samples(
     proof = row.step_proof
     assert proof is not None and proof.ok
     assert {"loss", "gradients", "optimizer", "logits", "blocks"} <= proof.tensors.keys()
-    if parallel == "ddp":
-        assert ranks.unsynchronised_step_s is not None and ranks.exposed_s is not None
-        step_s = ranks.unsynchronised_step_s + ranks.exposed_s
-        assert step_s == pytest.approx(row.tokens_per_step / (row.tok_per_s or 0))
-    else:
-        assert set(ranks.absent) == {"unsynchronised_step_s", "exposed_s"}
+    assert ranks.unsynchronised_step_s is not None and ranks.exposed_s is not None
+    step_s = ranks.unsynchronised_step_s + ranks.exposed_s
+    assert step_s == pytest.approx(row.tokens_per_step / (row.tok_per_s or 0))
+
+
+@pytest.mark.parametrize("parallel", ["ddp", "fsdp"])
+def test_what_a_slow_reduction_costs_is_exposed(
+    executor: ForkServerExecutor, parallel: str
+) -> None:
+    """One rank's reduction sleeps, which no other work hides: the exposed time has it, and the step
+    without collectives has not.
+    """
+    row = executor.execute(job(planted.SLOW_WIRE, parallel=parallel))
+    assert row.status is Status.OK, row.reason + row.stderr_tail
+    ranks = row.ranks
+    assert ranks is not None and ranks.exposed_s is not None
+    assert ranks.exposed_s > planted.SLOW_S / 2
 
 
 @pytest.mark.parametrize(
@@ -85,6 +98,7 @@ def test_a_green_row_has_both_ranks_and_the_slowest_ones_samples(
         (planted.RAISES, Status.CRASH, ["rank 1: RuntimeError: planted", "ranks_measure.py"]),
         (planted.OTHER_PATH, Status.WRONG_PATH, ["rank 1: engaged", "sel.masked"]),
         (planted.NOT_REDUCED, Status.PARITY, ["rank 1: ", "holds others than rank 0"]),
+        (planted.NO_MEMORY, Status.PARITY, ["rank 1: no proof of the step: ", "planted"]),
         (planted.LOST, Status.PARITY, ["rank 0: ", "like the share of rank 1"]),
     ],
 )
@@ -111,3 +125,25 @@ def test_a_rank_that_hangs_is_named_with_its_stack(
     assert "rank 0 in backward of step 3" in row.reason
     assert "at forward (ranks_measure.py:" in row.reason
     assert left_over(home) == []
+
+
+def test_a_late_rank_is_not_taken_for_a_wrong_clock(executor: ForkServerExecutor) -> None:
+    """A rank times its GEMM by its own clock: the largest of all ranks' seconds would be held
+    against its raw clock, in which it waited for the late one.
+    """
+    row = executor.execute(job(planted.LATE))
+    assert row.status is Status.OK and row.other_clocks is not None, row.reason + row.stderr_tail
+    faults = clock_faults(row.samples_s, row.other_clocks)
+    assert not [one for one in faults if "GEMM" in one], faults
+
+
+def test_a_trace_is_rank_0_s_and_has_the_collectives(
+    executor: ForkServerExecutor, tmp_path: pathlib.Path
+) -> None:
+    """As `perfbench trace` asks for it; the other rank takes the same steps and leaves no file."""
+    chrome = tmp_path / "cell-b.json.gz"
+    row = executor.execute(job(trace=str(chrome)))
+    assert row.status is Status.OK, row.reason + row.stderr_tail
+    assert {one.name for one in tmp_path.iterdir()} == {chrome.name, table_path(chrome).name}
+    table = Kernels.model_validate_json(table_path(chrome).read_bytes())
+    assert "gloo:all_reduce" in table.rows and table.called_from

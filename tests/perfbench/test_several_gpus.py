@@ -150,7 +150,6 @@ def test_the_gate_takes_a_row_with_every_rank_and_refuses_each_one_that_is_other
     assert list(found(faster)) == [Verdict.IMPOSSIBLE]
     fewer = with_line(good, 0, samples_s=good.samples_s[1:])
     assert list(found(fewer)) == [Verdict.IMPOSSIBLE]
-    assert "no proof" in found(good.model_copy(update={"replicate": 0}))[Verdict.PARITY]
     failed = good.model_copy(update={"status": Status.CRASH, "ranks": None})
     assert found(failed) == {}
 
@@ -162,6 +161,37 @@ def test_the_gate_judges_ranks_of_a_run() -> None:
     rows = [with_line(one, 1, engaged={"sel.masked": 1}) for one in good.replicates]
     (cell,) = judge(b.with_rows(good, rows), None, GatePolicy()).cells
     assert cell.verdict is Verdict.WRONG_PATH and "rank 1 engaged" in str(cell)
+
+
+@pytest.mark.parametrize(
+    "proof, words",
+    [
+        (None, "none was recorded"),
+        (StepProof(ok=None, absent="older nsa, which shows no blocks"), "older nsa, which shows"),
+        (StepProof(ok=None), "no reason was recorded"),
+    ],
+)
+def test_a_step_without_proof_has_no_number(proof: StepProof | None, words: str) -> None:
+    """Red as a cell without parity is; what the other replicates hold does not stand in for it."""
+    good = run_of(TWO)
+    rows = [
+        one.model_copy(update={"step_proof": proof}) if one.replicate == 0 else one
+        for one in good.replicates
+    ]
+    judgement = judge(b.with_rows(good, rows), None, GatePolicy())
+    (cell,) = judgement.cells
+    assert cell.verdict is Verdict.PARITY and judgement.exit_code is Exit.NOT_TRUE, cell
+    assert cell.cand_tok_per_s is None and "no proof of the step" in cell.reason
+    assert words in cell.reason
+    stopped = {"status": Status.PARITY, "reason": "rank 1: no proof of the step: full"}
+    rows = [one.model_copy(update={**stopped, "step_proof": proof}) for one in rows]
+    (cell,) = judge(b.with_rows(good, rows), None, GatePolicy()).cells
+    assert cell.verdict is Verdict.PARITY and cell.reason.startswith(stopped["reason"]), cell
+    rest = [one for one in good.replicates if one.replicate > 0]
+    (cell,) = judge(b.with_rows(good, rest), None, GatePolicy()).cells
+    assert cell.verdict is Verdict.PARITY and "replicate 0 is not in the run" in cell.reason
+    (cell,) = judge(b.with_rows(run_of(ONE), run_of(ONE).replicates), None, GatePolicy()).cells
+    assert cell.exit_code is Exit.OK, "a step of one process needs none: its attention is proved"
 
 
 def run_of(*cells: Cell) -> Run:

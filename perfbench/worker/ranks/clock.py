@@ -39,6 +39,11 @@ class SlowestClock:
         return self.ranks.agree(own_s)
 
 
+def own_clock(clock: Clock) -> Clock:
+    """The one clock of this rank, for work that no other rank takes part in."""
+    return clock.clock if isinstance(clock, SlowestClock) else clock
+
+
 @dataclass(frozen=True, slots=True)
 class CommonTurn:
     """``turn`` is the launcher's, which rank 0 alone takes; the others follow it."""

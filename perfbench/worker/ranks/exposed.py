@@ -5,15 +5,17 @@ from __future__ import annotations
 import statistics
 from collections.abc import Callable
 
+import torch
+
 from perfbench.records import Job, RanksLine
 from perfbench.worker.clock import Clock
 from perfbench.worker.ranks.model import backend_of
 from perfbench.worker.timing import Timed
 
 SAMPLES = 5  # as long as the timed ones each
-_OF_FSDP = (
-    "fsdp gathers weights in forward and backward, which no switch turns off; compare the step with"
-    " that of world_size 1"
+_NO_SWITCH = (
+    f"torch {torch.__version__} gives fsdp no other collectives (set_custom_all_gather); compare"
+    " with the step of world_size 1"
 )
 
 
@@ -26,7 +28,7 @@ def ranks_line(
     """
     line = RanksLine(parallel=job.axes.parallel, backend=backend_of(job.device), ranks=[])
     if unsynchronised is None:
-        absent = dict.fromkeys(("unsynchronised_step_s", "exposed_s"), _OF_FSDP)
+        absent = dict.fromkeys(("unsynchronised_step_s", "exposed_s"), _NO_SWITCH)
         return line.model_copy(update={"absent": absent})
     clock.time_steps(unsynchronised, 1)
     steps = timed.steps_per_sample

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -37,17 +37,73 @@ def wrap(model: nn.Module, parallel: str, ranks: Ranks, device: str) -> nn.Modul
 
 
 def unsynchronised(wrapped: nn.Module, step: Callable[[], None]) -> Callable[[], None] | None:
-    """``step`` with gradients left on their rank; None under fsdp, whose gathered weights no switch
-    turns off.
+    """``step`` with gradients left on their rank, and under fsdp with weights that were gathered in
+    its first call; None under the fsdp of a torch that cannot be given other collectives.
     """
-    if not isinstance(wrapped, nn.parallel.DistributedDataParallel):
+    if isinstance(wrapped, nn.parallel.DistributedDataParallel):
+        ddp = wrapped
+
+        def alone() -> None:
+            with ddp.no_sync():
+                step()
+
+        return alone
+    sharded: list[Any] = [one for one in wrapped.modules() if hasattr(one, "set_custom_all_gather")]
+    if not sharded:
         return None
 
-    def alone() -> None:
-        with wrapped.no_sync():
-            step()
+    def without_collectives() -> None:
+        while sharded:
+            one = sharded.pop()
+            one.set_custom_all_gather(_KeptWeights())
+            one.set_custom_reduce_scatter(_OwnPart())
+        step()
 
-    return alone
+    return without_collectives
+
+
+class _KeptWeights:
+    """The all-gather of one group of fsdp's weights, made once: later calls find the other ranks'
+    weights where the first one left them.
+    """
+
+    def __init__(self) -> None:
+        self._whole: Tensor | None = None
+        self._is_filled = False
+
+    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        if self._whole is None:
+            self._whole = torch.empty(*size, dtype=dtype, device=device)
+        return self._whole
+
+    def __call__(
+        self,
+        output_tensor: Tensor,
+        input_tensor: Tensor,
+        group: dist.ProcessGroup,
+        async_op: bool = False,
+    ) -> None:
+        if not self._is_filled:
+            parts = list(output_tensor.chunk(dist.get_world_size(group)))
+            dist.all_gather(parts, input_tensor.clone(), group)
+            self._is_filled = True
+
+
+class _OwnPart:
+    """In place of a reduce-scatter: this rank's own gradients of its shard."""
+
+    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        return torch.empty(*size, dtype=dtype, device=device)
+
+    def __call__(
+        self,
+        output_tensor: Tensor,
+        input_tensor: Tensor,
+        group: dist.ProcessGroup,
+        op: object,
+        async_op: bool = False,
+    ) -> None:
+        output_tensor.copy_(input_tensor.chunk(dist.get_world_size(group))[dist.get_rank(group)])
 
 
 def backend_of(device: str) -> str:

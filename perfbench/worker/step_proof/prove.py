@@ -44,7 +44,7 @@ def prove(work: Workload, job: Job, model: ModelConfig) -> StepProof:
 
     The weights and the optimizer are one step further afterwards. ``ok`` is None, with the reason
     in ``absent``, where no proof was made: by an older nsa, for a replicate that need not, or
-    without memory for the twin.
+    without memory for the twin. On several ranks that raises torch.OutOfMemoryError.
     """
     begin = time.monotonic()
     if why := _why_not(work, job):
@@ -52,6 +52,8 @@ def prove(work: Workload, job: Job, model: ModelConfig) -> StepProof:
     try:
         line = _proved(work, job, model)
     except torch.OutOfMemoryError:
+        if current() is not None:  # the others would wait for this rank, or go on one step apart
+            raise
         line = StepProof(ok=None, absent="the twin does not fit into memory next to the step")
     if job.device == "cuda":
         torch.cuda.empty_cache()

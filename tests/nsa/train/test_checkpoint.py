@@ -447,7 +447,7 @@ from torch.distributed.fsdp import fully_shard
 from nsa.train import manifest
 from nsa.train.checkpoint import CheckpointStore
 from nsa.train.config import LoopConfig
-from nsa.train.errors import TrainError
+from nsa.train.errors import TrainError, TrainExit
 from nsa.train.optimizer import build_optimizer
 
 rank, out = int(sys.argv[1]), Path(sys.argv[2])
@@ -507,10 +507,18 @@ else:
 if rank == 1:
     manifest.os.fsync = fsync
 assert store.last_good().name == "step-00000001"
-store.close()
-if rank == 0:
-    torch.save(wanted, out / "wanted.pt")
-dist.barrier()
+if rank == 1:  # it dies, which is no fault of the disk
+    os._exit(0)
+torch.save(wanted, out / "wanted.pt")
+store.save(3, state, {})
+try:
+    store.wait()
+except TrainError as error:
+    assert error.code is TrainExit.PEER, error
+    for words in ("another rank ended or hung while step 3 was saved", "gloo/", "step-00000001"):
+        assert words in str(error), error
+else:
+    raise AssertionError("a dead rank was not seen")
 os._exit(0)  # gloo's threads abort some interpreters' ends
 """
 

@@ -55,7 +55,10 @@ def test_one_rank_ends_the_job(
     assert exit_code(out, 1) == code
     assert exit_code(out, 0) == TrainExit.PEER
     assert "loop.py" in (out / "stacks" / "rank0.txt").read_text()
-    if fault != "killed":  # there gloo ends rank 0 with an error before it is asked for its flight
+    if fault == "killed":  # which the other rank's line names, also where it was saving
+        assert "another rank" in done.stderr, done.stderr[-3000:]
+        assert "mend the disk" not in done.stderr
+    else:  # of a killed one gloo ends rank 0 with an error before it is asked for its flight
         assert "faulty_worker.py" in (out / "stacks" / "rank1.txt").read_text()
         trace = json.loads((out / "stacks" / "rank0.flight.json").read_text())
         assert any("gloo" in one["profiling_name"] for one in trace["entries"])
