@@ -15,7 +15,7 @@ from nsa import checks, fused_step
 from nsa.branches import Call, attend_view, nothing, reaching
 from nsa.compression import Phi
 from nsa.config import BRANCHES, NSAConfig, check_heads
-from nsa.decode import KV, NSACache, Step, View, check_cache
+from nsa.decode import KV, NSACache, Step, View, check_cache, one_step
 from nsa.documents import Documents
 from nsa.functional import compress_kv, route_for, takes_means_itself
 from nsa.gate import NoGate, SigmoidGate, SoftmaxGate
@@ -23,7 +23,7 @@ from nsa.ops.precision import autocast_dtype
 from nsa.ops.selected import gathered_rows
 from nsa.padding import call_padded
 from nsa.rope import rotate
-from nsa.routing import Path, Request, Route, extras_of
+from nsa.routing import Path, Request, Route, extras_of, with_one_step
 from nsa.shared_positions import Layout
 
 
@@ -139,16 +139,16 @@ class NSAAttention(nn.Module):
         if absent is not None:
             x_BTM = x_BTM.masked_fill(absent, 0)
         q, k, v = self._project(x_BTM)
-        steps = cache is not None and cache.steps is not None and num_tokens is None
-        if steps and cache is not None and not torch.compiler.is_compiling():
+        given = cache is not None and num_tokens is not None
+        counts = checks.counts("num_tokens", num_tokens) if given else None
+        if cache is not None and self._may_step(x_BTM, cache, counts):
             route = self.route_of_step(x_BTM, cache)
-            if self.sinks is None and fused_step.serves(
-                route, self.config, cache, layout, q, k, v, x_BTM
-            ):
+            if fused_step.serves(route, self.config, cache, layout, q, k, v, x_BTM):
                 checks.no_gradient(q, k, v, *self.gate.parameters())
                 kv, gate = (q, k, v), (self.gate, x_BTM)
-                o = fused_step.attend(route, cache, layout, kv, gate)
-                return self.o_proj(o.flatten(2))
+                o = fused_step.attend(route, cache, layout, kv, gate, counts)
+                y = self.o_proj(o.flatten(2))
+                return y if absent is None else y.masked_fill(absent, 0)
         if self.config.qk_norm:
             q, k = self.q_norm(q), self.k_norm(k)
         gates = self.gate(x_BTM, q)
@@ -180,7 +180,7 @@ class NSAAttention(nn.Module):
                 kv_sel,
                 kv_win,
                 compress=self._compress,
-                num_tokens=None if num_tokens is None else checks.counts("num_tokens", num_tokens),
+                num_tokens=counts,
                 step=layout.step if isinstance(layout.step, Step) else None,
             )
             route = self._route(q, view.num_keys, q_start=view.q_start)
@@ -216,12 +216,25 @@ class NSAAttention(nn.Module):
             v.unflatten(-1, (-1, self.v_head_dim)),
         )
 
+    def _may_step(self, x: Tensor, cache: NSACache, num_tokens: Sequence[int] | None) -> bool:
+        """Whether to look if one operator serves the chunk: neither its cache nor the layer is
+        against it.
+        """
+        return (
+            not torch.compiler.is_compiling()
+            and self.sinks is None
+            and not one_step.against(cache, x.shape[1])
+            and (num_tokens is None or cache.steps is None)
+        )
+
     def route_of_step(self, x_BTM: Tensor, cache: NSACache) -> Route:
-        """The Route of x [B, 1, M] with a cache that steps."""
-        assert cache.steps is not None
+        """The Route of x [B, T, M] with a cache that steps, or in pages, of rows of max_len tokens;
+        it says why no one operator serves the step, where none does.
+        """
         # a shape, no memory
         q = cache.sel[0][:, :1, :1].expand(-1, x_BTM.shape[1], self.num_heads, -1)
-        return self._route(q, cache.sel[0].shape[1] - 1, q_start=cache.steps.length_B)
+        route = self._route(q, cache.max_len, q_start=one_step.position_of(cache))
+        return with_one_step(route, self.config, one_step.against(cache, x_BTM.shape[1]))
 
     def layout(self, x: Tensor, **options: Any) -> Layout:
         """The Layout of x [B, T, ...], for this layer and others of its config and head dim;

@@ -442,14 +442,15 @@ def decode_step(
     projected: step_operator.Projected,
     buffers: step_operator.Buffers,
     geometry: step_operator.StepGeometry,
+    pages: step_operator.StepPages | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """(the gated sum of all branches, the blocks) of one token a row, which ``buffers`` take: one
-    operator of path triton's for every branch and the choice.
+    """(the gated sum of all branches, the blocks) of one token a row, which ``buffers`` take (pools
+    of ``pages``): one operator of path triton's for every branch and the choice.
     """
     for branch in route.branches:
         engagement.record(branch)
     with _marked(route.branch("cmp"), projected.q):
-        return step_operator.attend(projected, buffers, geometry)
+        return step_operator.attend(projected, buffers, geometry, pages)
 
 
 def dense(route: Route, q: Tensor, k: Tensor, v: Tensor, *, scale: float) -> Tensor:

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from nsa import checks, fused_step
 from nsa.attention import NSAAttention
-from nsa.decode import NSACache
+from nsa.decode import NSACache, one_step
 from nsa.gate import SoftmaxGate
 from nsa.ops import linear_step
 from nsa.routing import Route, is_one_block
@@ -30,7 +30,9 @@ def route_of(
     if torch.compiler.is_compiling():  # which fuses them itself
         return None
     attention = block.attention
-    if cache is None or cache.steps is None or num_tokens is not None or not _is_own(block):
+    if not isinstance(cache, NSACache) or num_tokens is not None:
+        return None
+    if one_step.against(cache, x.shape[1]) or not _is_own(block):
         return None
     if (
         type(attention.gate) is not SoftmaxGate

@@ -4,6 +4,7 @@ serves every branch and nothing looks at what lies between them.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import partial
 from typing import TypeGuard
 
@@ -12,7 +13,7 @@ from torch import Tensor, nn
 
 from nsa import checks, chosen_blocks, dispatch, statistics
 from nsa.config import BRANCHES, NSAConfig
-from nsa.decode import NSACache, Step
+from nsa.decode import NSACache, Step, one_step
 from nsa.gate import SoftmaxGate
 from nsa.ops import decode_step, key_counts
 from nsa.ops.derivatives import has_transforms
@@ -25,9 +26,8 @@ def serves(
 ) -> bool:
     """Whether `attend` gives what the branches one by one would, of ``tensors`` that go into it."""
     return (
-        isinstance(layout.step, Step)
-        and cache.steps is not None
-        and tensors[0].shape[1] == 1
+        not one_step.against(cache, tensors[0].shape[1])
+        and (cache.steps is None or isinstance(layout.step, Step))
         and len({x.dtype for x in tensors[:3]}) == 1  # else the call of branches says why
         and is_one_step(route, config)
         and not checks.is_strict()
@@ -44,9 +44,11 @@ def attend(
     layout: Layout,
     projected: tuple[Tensor, Tensor, Tensor],
     gate: tuple[nn.Module, Tensor],
+    num_tokens: Sequence[int] | None = None,
 ) -> Tensor:
     """o [B, 1, HQ, DV] of q [B, 1, HQ, D], k and v [B, 1, n, D or DV] as they are projected, which
-    the cache takes. ``gate``: the layer's module, and x [B, 1, M]. Errors as of NSACache.append.
+    the cache takes. ``gate``: the layer's module, and x [B, 1, M]. ``num_tokens`` and errors as of
+    NSACache.append.
     """
     q, k, v = (x.contiguous() for x in projected)
     module, x = gate
@@ -56,44 +58,53 @@ def attend(
     else:
         gates = module(x, q).to(q.dtype).contiguous()
     turns = torch.view_as_real(layout.turns) if layout.turns.is_complex() else layout.turns
-    assert isinstance(layout.step, Step)
-    place = turns, layout.step.position_B
-    made = decode_step.Projected(q, k, v, *place, gates, up, down)
-    return attend_projected(route, cache, layout.step, made, rope=cache.config.rope)
+    if turns.shape[0] == 1:  # rows of pages that the host knows to be alike share one
+        turns = turns.expand(q.shape[0], *turns.shape[1:]).contiguous()
+    step = layout.step
+    if not isinstance(step, Step):
+        step = Step(one_step.position_of(cache), cache.config, cache.max_len)
+    made = decode_step.Projected(q, k, v, turns, step.position_B, gates, up, down)
+    rope = cache.config.rope
+    return attend_projected(route, cache, step, made, rope=rope, num_tokens=num_tokens)
 
 
 def attend_projected(
-    route: Route, cache: NSACache, step: Step, x: decode_step.Projected, *, rope: str
+    route: Route,
+    cache: NSACache,
+    step: Step,
+    x: decode_step.Projected,
+    *,
+    rope: str,
+    num_tokens: Sequence[int] | None = None,
 ) -> Tensor:
     """`attend` of what the operator takes; ``rope`` "none" where q and k are turned already."""
-    config, steps, G = cache.config, cache.steps, cache.sel[0].shape[2]
-    assert steps is not None
+    config, G = cache.config, cache.sel[0].shape[2]
     begins = (0, G, 2 * G) if x.k.shape[2] > G else (0, 0, 0)
     chunk = {
         branch: (x.k[:, :, begin : begin + G], x.v[:, :, begin : begin + G])
         for branch, begin in zip(BRANCHES, begins, strict=True)
     }
-    steps.check_turn(cache, chunk, None)
-    kv_len = cache.sel[0].shape[1] - 1
+    buffers, pages = one_step.begin(cache, chunk, num_tokens)
     o, blocks = dispatch.decode_step(
         route,
         x,
-        decode_step.Buffers(*cache.sel, *cache.win, *cache.raw, *cache.cmp),
+        buffers,
         decode_step.StepGeometry(
             config.cmp_block,
             config.cmp_stride,
             config.sel_block,
-            config.num_selected_for(kv_len),
+            config.num_selected_for(cache.max_len),
             config.num_initial,
             config.num_local,
             x.q.shape[3] ** -0.5,
             config.gate_temperature,
             rope,
         ),
+        pages,
     )
-    steps.took(cache)
+    one_step.end(cache)
     chosen_blocks.record(blocks)
-    _count_keys(x.q, cache, step, blocks, kv_len)
+    _count_keys(x.q, cache, step, blocks)
     return o
 
 
@@ -122,17 +133,15 @@ def _has_kernel(module: nn.Module, config: NSAConfig) -> TypeGuard[SoftmaxGate]:
     )
 
 
-def _count_keys(q: Tensor, cache: NSACache, step: Step, blocks: Tensor, kv_len: int) -> None:
+def _count_keys(q: Tensor, cache: NSACache, step: Step, blocks: Tensor) -> None:
     """As nsa.branches counts them."""
     config, later = cache.config, cache.keys_read.later
     grid = {"block": config.cmp_block, "stride": config.cmp_stride}
-    num_cmp, at = cache.cmp[0].shape[1] - 1, step.position_B
+    num_cmp, at = cache.grid.num_cmp(cache.max_len), step.position_B
     later("cmp", partial(key_counts.compressed, q, num_cmp, q_start=at, **grid))
-    selected = partial(key_counts.selected, blocks, kv_len, sel_block=config.sel_block)
+    selected = partial(key_counts.selected, blocks, cache.max_len, sel_block=config.sel_block)
     later("sel", partial(selected, q_start=at))
     later(
         "win",
-        lambda: key_counts.sliding(
-            q, cache.win[0].shape[1], q_start=step.win_start_B, window=config.window
-        ),
+        lambda: key_counts.sliding(q, cache.window, q_start=step.win_start_B, window=config.window),
     )

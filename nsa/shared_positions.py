@@ -103,7 +103,11 @@ class Layout:
             if step.tokens != T:
                 raise not_a_step(f"a chunk of {T} tokens", step.tokens)
             return cls(turned(step.positions_BT), None, None, None, step)
-        position_BT = query_positions(0 if cache is None else cache.q_start(device), T, device)
+        q_start = 0 if cache is None else cache.q_start(device)
+        if isinstance(q_start, Tensor) and not torch.compiler.is_compiling() and T == 1:
+            position_BT = q_start[:, None]  # two launches fewer in each step
+        else:
+            position_BT = query_positions(q_start, T, device)
         if num_tokens is None:
             return cls(turned(position_BT), None, None, None)
         if cache is None:

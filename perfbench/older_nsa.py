@@ -107,6 +107,14 @@ def reads_pages_in_place(route: Route, model: ModelConfig) -> bool:
     return bool(has_kernels_of(model.nsa.sel_block) and serves(route, 1, heads))
 
 
+def takes_pages_in_one_step(config: NSAConfig) -> bool:
+    """Whether a step over pages is one operator a layer, as with its positions on the device; it
+    was none where the pages' kernels were several.
+    """
+    has_kernels_of = _first(("nsa.ops.paged", "has_kernels_of"))
+    return _exists("nsa.decode.one_step") and bool(has_kernels_of(config.sel_block))
+
+
 def is_one_step(route: Route, config: NSAConfig) -> bool:
     """Whether a step with its positions on the device is one operator a layer."""
     found = _first(("nsa.routing", "is_one_step"))

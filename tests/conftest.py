@@ -34,6 +34,7 @@ KERNELS = (
     "one_node",
     "operator",
     "paged",
+    "paged_step",
     "passing_keys",
     "phi",
     "selected",

@@ -3,7 +3,7 @@ and such a step as one CUDA graph.
 
 ``views`` is what attention and ``cache`` exchange; ``graph_cache`` makes caches step without the
 host; ``graph`` captures such a step. ``paged`` keeps all layers' keys in pages, for rows that join
-and leave.
+and leave. ``one_step`` says where one operator for all branches stores a token, in either.
 """
 
 from nsa.decode.cache import NSACache as NSACache

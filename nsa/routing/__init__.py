@@ -14,11 +14,13 @@ from nsa.routing.decide import plan as plan
 from nsa.routing.decide import route as route
 from nsa.routing.decide import route_dense as route_dense
 from nsa.routing.decide import route_dense_cached as route_dense_cached
+from nsa.routing.decide import with_one_step as with_one_step
 from nsa.routing.nouns import ADAPTIVE as ADAPTIVE
 from nsa.routing.nouns import AUTO as AUTO
 from nsa.routing.nouns import DENSE as DENSE
 from nsa.routing.nouns import EXPLICIT as EXPLICIT
 from nsa.routing.nouns import FA2_CHOICES as FA2_CHOICES
+from nsa.routing.nouns import ONE_STEP as ONE_STEP
 from nsa.routing.nouns import PATH_REQUESTS as PATH_REQUESTS
 from nsa.routing.nouns import PHI_MAX_HIDDEN as PHI_MAX_HIDDEN
 from nsa.routing.nouns import SCORE as SCORE

@@ -17,6 +17,7 @@ from nsa.routing.nouns import (
     AUTO,
     DENSE,
     EXPLICIT,
+    ONE_STEP,
     PHI_MAX_HIDDEN,
     SCORE,
     SPECS,
@@ -149,14 +150,34 @@ def is_one_step(route: Route, config: NSAConfig) -> bool:
     """Whether one operator (nsa.ops.decode_step) serves a step of one token a row, positions on the
     device, of such a Route.
     """
+    return not _against_one_step(route, config)
+
+
+def with_one_step(route: Route, config: NSAConfig, against: tuple[str, ...] = ()) -> Route:
+    """``route``, and why no one operator serves the step (`is_one_step`), where it does not.
+
+    ``against``: what keeps its cache from it.
+    """
+    reasons = [*_against_one_step(route, config), *against]
+    if not reasons:
+        return route
+    return replace(route, rejected=(*route.rejected, Rejected(ONE_STEP, "; ".join(reasons))))
+
+
+def _against_one_step(route: Route, config: NSAConfig) -> list[str]:
     served = {b.branch for b in route.branches if Path.TRITON in (b.kernel, b.implementation)}
-    return (
-        served == {*BRANCHES, SCORE}
-        and "split" not in route.off
-        and config.phi == "mean"
-        and config.rotates_before_compression
-        and not config.qk_norm
-    )
+    reasons = []
+    if missing := [name for name in (*BRANCHES, SCORE) if name not in served]:
+        reasons.append(f"path triton does not serve {', '.join(missing)}")
+    if "split" in route.off:
+        reasons.append("NSA_TRITON_SPLIT=0 turns it off")
+    if config.phi != "mean":
+        reasons.append(f"it compresses by phi=mean, not by phi={config.phi}")
+    if not config.rotates_before_compression:
+        reasons.append("it rotates keys before they are compressed, not after")
+    if config.qk_norm:
+        reasons.append("it takes no qk_norm")
+    return reasons
 
 
 def is_one_block(route: Route, config: NSAConfig, batch: int) -> bool:

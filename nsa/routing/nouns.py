@@ -17,6 +17,7 @@ AUTO = "auto"
 ADAPTIVE = "adaptive"
 FA2_CHOICES = ("on", "off", AUTO)
 SCORE = "score"
+ONE_STEP = "one_step"  # what a Route rejects where no one operator serves a decode step
 # a branch's implementation where it leaves no key out; not a Path, since no request names it
 DENSE = "dense"
 

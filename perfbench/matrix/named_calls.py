@@ -82,15 +82,14 @@ class _Calls:
         """One call of attention: its branches, what compresses for them, and their gated sum."""
         cell = self._cell
         pages = cell.cache == PAGED
-        if pages and older_nsa.reads_pages_in_place(self._route, self._model):
+        of_device = cell.cuda_graph == "on"  # positions: those of pages always are
+        if pages:
+            of_device = cell.compile == "off" and older_nsa.takes_pages_in_one_step(self._model.nsa)
+        one_step = of_device and older_nsa.is_one_step(self._route, self._model.nsa)
+        if pages and not one_step and older_nsa.reads_pages_in_place(self._route, self._model):
             self._operator("nsa::gated_sum")  # the others are kernels without an operator
             return
-        if (
-            cell.workload == "decode"
-            and not pages
-            and cell.cuda_graph == "on"
-            and older_nsa.is_one_step(self._route, self._model.nsa)
-        ):
+        if cell.workload == "decode" and one_step:
             self._operator("nsa::decode_step")
             if older_nsa.is_one_block(self._route, self._model.nsa, cell.batch):
                 self._forward["nsa::linear_step"] += 4  # qkv, out, and two of the MLP

@@ -217,7 +217,7 @@ def test_what_the_tables_say() -> None:
     size = {"tokens": 26, "window": 2 * 2 * 3, "compressed": 2 * (4 + 2 * 2)}
     assert {name: pool.num_pages for name, pool in cache.rows.pools.items()} == size
     pages = sum(size.values()) + 3
-    own = (8 + 6) * 2 * 8 * page * pages + 4 * cache._tables.numel() + 2 * 2 * 4 + 2 * 8
+    own = (8 + 6) * 2 * 8 * page * pages + 4 * cache._tables.numel() + 2 * 2 * 4 + 2 * 2 * 8
     assert cache.memory_bytes() == own
 
 

@@ -13,6 +13,7 @@ import pytest
 
 from nsa.decode import PagedCache
 from nsa.settings import Settings
+from perfbench import older_nsa
 from perfbench.errors import Exit, PerfbenchError
 from perfbench.gate.judging import judge
 from perfbench.matrix import attention_calls, load_matrix, named_calls
@@ -221,8 +222,12 @@ def test_a_step_that_is_kept_fills_the_pages(monkeypatch: pytest.MonkeyPatch) ->
 
 
 @pytest.mark.parametrize("graph", ["off", "on"])
-def test_kernels_that_read_pages_call_no_operator_but_the_sum(graph: str) -> None:
-    """So a step that copied pages first, or went through contiguous caches, is WRONG_PATH."""
+def test_a_step_over_pages_is_one_operator_a_layer(
+    graph: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """So a step that copied pages first is WRONG_PATH; of an older nsa the kernels that read pages
+    called no operator but the sum.
+    """
     model = load_matrix(str(ROOT / "matrices" / "decode-h200.yaml")).model
     cell = Cell("decode", 2048, "triton", cuda_graph=graph, cache="paged")
 
@@ -230,7 +235,11 @@ def test_kernels_that_read_pages_call_no_operator_but_the_sum(graph: str) -> Non
         route = attention_calls.route_of(cell, model, Settings(), H100)
         return dict(named_calls.operator_calls(route, cell, model, workspace_bytes=1 << 30).exact)
 
-    assert due(cell) == {"nsa::gated_sum": 12}
+    assert due(cell) == {"nsa::decode_step": 12, "nsa::linear_step": 48}
+    assert due(replace(cell, batch=128)) == {"nsa::decode_step": 12}
+    with monkeypatch.context() as patched:
+        patched.setattr(older_nsa, "takes_pages_in_one_step", lambda config: False)
+        assert due(cell) == {"nsa::gated_sum": 12}
     copied = replace(model, nsa=replace(model.nsa, sel_block=192, cmp_stride=32))
     route = attention_calls.route_of(cell, copied, Settings(), H100)
     calls = named_calls.operator_calls(route, cell, copied, workspace_bytes=1 << 30).exact

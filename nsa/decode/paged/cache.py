@@ -6,10 +6,8 @@ kv heads, D head dim, l compressed block, d its stride, w window.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any, Protocol, Self
 
 import torch
@@ -20,6 +18,7 @@ from nsa.blocks import BlockGrid
 from nsa.capability import probe
 from nsa.config import NSAConfig
 from nsa.decode.cache import NSACache, check_kind
+from nsa.decode.paged.pools import PageShape, checked_scales, default_pages, zeros
 from nsa.decode.paged.rows import (
     COMPRESSED,
     GROUPS,
@@ -31,7 +30,7 @@ from nsa.decode.paged.rows import (
     PagedRows,
 )
 from nsa.decode.views import KV, CompressFn, PagedView, Step
-from nsa.ops import paged
+from nsa.ops import decode_step, paged
 from nsa.ops.key_counts import KeysRead
 from nsa.ops.positions import to_device
 
@@ -46,23 +45,6 @@ class HasLayers(Protocol):
 
     @property
     def blocks(self) -> nn.ModuleList: ...
-
-
-@dataclass(frozen=True, slots=True)
-class PageShape:
-    """K and V of one entry [G, D], as a PagedCache keeps them.
-
-    ``scales``: None, or fp32 [G] or [L, G] for K and for V: selected and window K and V are kept in
-    float8_e4m3fn, as `nsa.ops.paged.Pages` has it; compressed ones and raw tokens never are, so
-    that blocks are chosen as without it.
-    """
-
-    num_kv_heads: int
-    head_dim: int
-    v_head_dim: int
-    dtype: torch.dtype = torch.float32
-    device: torch.device | str = "cpu"
-    scales: tuple[Tensor, Tensor] | None = None
 
 
 class PagedCache:
@@ -179,16 +161,19 @@ class PagedCache:
                 dtype = torch.float8_e4m3fn if fp8 else shape.dtype
                 # the last page takes what is not kept
                 sizes = [(layers, pool.num_pages + 1, self.page, *one) for one in heads]
-                self._pools[name] = _zeros(sizes, dtype, device, name)
-            self._counts = torch.zeros(2, self.max_batch, dtype=torch.int32, device=device)
-            self._start_B = torch.zeros(self.max_batch, dtype=torch.int64, device=device)
+                self._pools[name] = zeros(sizes, dtype, device, name)
+            # one copy writes what a step is, of which two int32 are a number
+            self._of_step = torch.zeros(3, self.max_batch, dtype=torch.int64, device=device)
             self._tables = torch.full(
                 (self.max_batch, rows.width), -1, dtype=torch.int32, device=device
             )
             # not pinned: a queued copy from it takes what it holds now, whatever is planned next
             host = torch.frombuffer(rows.table, dtype=torch.int32)
             self._host_tables = host.view(self.max_batch, rows.width)
-        self.seq_lens, self.num_new = self._counts
+        # positions of each row's first new token and of its last one; -1 where a row holds none
+        self.start_B, self._last_B, counts = self._of_step
+        self._last_B.fill_(-1)
+        self.seq_lens, self.num_new = counts.view(torch.int32).view(2, self.max_batch)
         self.block_table, self.window_table, self.raw_table, self.compressed_table = (
             self._tables[:, rows.columns[g] : rows.columns[g] + rows.widths[g]] for g in GROUPS
         )
@@ -197,7 +182,7 @@ class PagedCache:
         if self.shape.scales is None:
             return None
         k, v = (
-            _checked_scales(x, layers, self.shape.num_kv_heads).to(self.device)
+            checked_scales(x, layers, self.shape.num_kv_heads).to(self.device)
             for x in self.shape.scales
         )
         return k, v
@@ -214,7 +199,7 @@ class PagedCache:
     def memory_bytes(self) -> int:
         """Bytes of all pages, tables and counts."""
         pools = sum(x.nbytes for pair in self._pools.values() for x in pair)
-        return pools + self._counts.nbytes + self._start_B.nbytes + self._tables.nbytes
+        return pools + self._of_step.nbytes + self._tables.nbytes
 
     def join(self, held: HeldPages | None = None) -> int:
         """A place in the batch for a new row, empty or with what was ``held``, whose pages it
@@ -311,8 +296,8 @@ class PagedCache:
     def clear_counts(self) -> None:
         """Make the device see rows without a token until the next plan."""
         self._check_idle()
-        for x in (self._counts, self._start_B):
-            x.zero_()
+        self._of_step.zero_()
+        self._last_B.fill_(-1)
 
     def _check_idle(self) -> None:
         if self._due:
@@ -329,9 +314,11 @@ class PagedCache:
                 moved[:, to] = moved[:, source]
 
     def _upload(self, changed: Sequence[int]) -> None:
-        counts = torch.tensor([self.rows.lengths, self._planned], dtype=torch.int32)
-        self._counts.copy_(counts, non_blocking=True)
-        torch.sub(self.seq_lens, self.num_new, out=self._start_B)
+        lengths, new = self.rows.lengths, self._planned
+        counts = torch.tensor([*lengths, *new], dtype=torch.int32).view(torch.int64)
+        positions = [a - n for a, n in zip(lengths, new, strict=True)] + [a - 1 for a in lengths]
+        of_step = torch.cat([torch.tensor(positions), counts]).view(3, -1)
+        self._of_step.copy_(of_step, non_blocking=True)
         if len(changed) > FEW_ROWS:
             self._tables.copy_(self._host_tables, non_blocking=True)
             return
@@ -359,10 +346,23 @@ class PagedCache:
             raw=of[RAW],
             sel=of[TOKENS],
             win=of[WINDOW],
-            start_B=self._start_B,
+            start_B=self.start_B,
             seq_lens=self.seq_lens,
             max_tokens=longest,
         )
+
+    def step_of(self, layer: int) -> tuple[decode_step.Buffers, decode_step.StepPages]:
+        """The pages of one layer for a step of one token a row, of whatever length: that of a row
+        of max_len tokens, as in a graph.
+        """
+        names = (TOKENS, WINDOW, COMPRESSED, COMPRESSED)
+        pools = [x[layer] for name in names for x in self._pools[name]]
+        tables = (self.block_table, self.window_table, self.raw_table, self.compressed_table)
+        held = decode_step.RowRoom(
+            self.max_len, self.layers[layer].window, self.grid.num_cmp(self.max_len)
+        )
+        of_rows = decode_step.StepPages(*tables, self.seq_lens, self._last_B, held)
+        return decode_step.Buffers(*pools), of_rows
 
     def starts_of(self, layer: int) -> tuple[int, ...]:
         """Tokens of each row before the chunk that ``layer`` takes next."""
@@ -409,15 +409,40 @@ class PagedLayer(NSACache):
         self.owner, self.index = owner, index
         self.config, self.grid = config, owner.grid
         self.batch, self.max_len, self.capacity = owner.max_batch, owner.max_len, owner.max_len
-        self.window = config.window
+        self.window = min(config.window, owner.max_len)
         self.keys_read = KeysRead()
         self.steps = None
         # no memory: of what kind a chunk's k and v are
         shape = owner.shape
         self.sel = [
-            torch.empty(0, 0, shape.num_kv_heads, dim, dtype=shape.dtype, device=owner.device)
+            torch.empty(1, dtype=shape.dtype, device=owner.device).expand(
+                owner.max_batch, 1, shape.num_kv_heads, dim
+            )
             for dim in (shape.head_dim, shape.v_head_dim)
         ]
+        # of the pools and tables, which stay at their addresses
+        self._place: tuple[decode_step.Buffers, decode_step.StepPages] | None = None
+
+    def against_step(self) -> list[str]:
+        """What keeps one operator (`nsa.decode.one_step`) from these pages."""
+        owner = self.owner
+        if owner.shape.scales is not None:
+            return ["it reads no float8"]
+        if not owner.has_kernels:
+            of = f"pages of {owner.page} entries of {owner.shape.dtype} on {owner.device}"
+            return [f"no kernel reads {of}"]
+        return []
+
+    def begin_step(
+        self, chunk: Mapping[str, KV], num_tokens: Sequence[int] | None
+    ) -> tuple[decode_step.Buffers, decode_step.StepPages | None]:
+        """What `nsa.decode.one_step.begin` gives; a row that takes no token stores none."""
+        check_kind(self.batch, self.sel, chunk)
+        if not self.owner.is_static:
+            self.owner.begin(self.index, 1, num_tokens)
+        if self._place is None:
+            self._place = self.owner.step_of(self.index)
+        return self._place
 
     @property
     def lengths(self) -> tuple[int, ...]:
@@ -427,7 +452,7 @@ class PagedLayer(NSACache):
     def q_start(self, device: torch.device) -> int | Tensor:
         """Position of the next token: an int where all rows are alike, else int64 [B]."""
         if self.owner.is_static:
-            return self.owner._start_B.clone()
+            return self.owner.start_B.clone()
         starts = self.lengths
         return starts[0] if len(set(starts)) == 1 else to_device(starts, device)
 
@@ -518,52 +543,3 @@ class PagedLayer(NSACache):
         index_BK = done_B1 + torch.arange(most, device=device)
         k, v = (x[:, :most] for x in blocks)
         pages.cmp.put(index_BK, index_BK < due_B1, (k, v))
-
-
-def default_pages(grid: BlockGrid, max_batch: int, max_len: int, rollback: int) -> dict[str, int]:
-    """Pages of each pool that ``max_batch`` full rows take which share nothing."""
-    page = grid.sel_block
-
-    def recent(reads: int) -> int:
-        """Of what a step reads, and what a long chunk leaves for the next."""
-        return min(-(-max_len // page), 2 * (-(-(reads + rollback) // page) + 1))
-
-    compressed = max(1, -(-grid.num_cmp(max_len) // page))
-    return {
-        TOKENS: max_batch * -(-max_len // page),
-        WINDOW: max_batch * recent(grid.window - 1),
-        COMPRESSED: max_batch * (compressed + recent(grid.cmp_block - 1)),
-    }
-
-
-def _zeros(
-    sizes: Sequence[tuple[int, ...]], dtype: torch.dtype, device: torch.device, name: str
-) -> list[Tensor]:
-    """Where memory ends, PyTorch's own kind of error says what the pool ``name`` takes."""
-    # few operators take float8, zeros of which are bytes of 0
-    made = torch.uint8 if dtype == torch.float8_e4m3fn else dtype
-    try:
-        return [torch.zeros(size, dtype=made, device=device).view(dtype) for size in sizes]
-    except (RuntimeError, TypeError) as error:  # the latter of a size beyond int64
-        kind = torch.OutOfMemoryError
-        needed = sum(math.prod(size) for size in sizes) * dtype.itemsize
-        raise (kind if isinstance(error, kind) else RuntimeError)(
-            f"got no memory on {device} for {needed:,} bytes of {sizes[0][1]:,} pages of {name};"
-            " wanted room for them; lower num_pages, which rows share, max_batch or max_len"
-        ) from error
-
-
-def _checked_scales(x: Tensor, layers: int, heads: int) -> Tensor:
-    """fp32 [L, G]."""
-    if not isinstance(x, Tensor) or x.shape not in ((heads,), (layers, heads)):
-        got = tuple(x.shape) if isinstance(x, Tensor) else type(x).__name__
-        raise ValueError(
-            f"got scales {got}; wanted ({heads},) or ({layers}, {heads}): one a kv head, or a layer"
-            " and kv head; ones keep what lies below 448 in size"
-        )
-    if not bool((x > 0).all()) or not bool(x.isfinite().all()):
-        raise ValueError(
-            "got scales that are not finite and above 0; wanted such; take the largest size of a"
-            " head's K or V, divided by 448"
-        )
-    return x.detach().float().expand(layers, heads).contiguous()

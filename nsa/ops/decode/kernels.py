@@ -508,6 +508,12 @@ def selected_per_split(rows: int, N: int, k: Tensor, v: Tensor, sel_block: int) 
     return min(N, slots_per_split(rows, N, small=small))
 
 
+def selected_tiles(H: int, k: Tensor, v: Tensor, sel_block: int) -> tuple[int, int]:
+    """(warps, stages) of the kernels of the selected branch, of H query heads per kv head."""
+    ahead = _block_bytes(k, v, sel_block) <= PREFETCHED_BYTES
+    return max(SELECTED_WARPS, padded(H) // 16), 2 if ahead else 1
+
+
 def selected_parts(
     q: Tensor,
     k: Tensor,
@@ -524,8 +530,8 @@ def selected_parts(
     """Each split's o and lse of `selected` into ``part``, [P, B, T, Q, DV] and [P, B, T, Q]."""
     (B, T, HQ, D), (S, G, DV), N = q.shape, v.shape[1:], blocks.shape[3]
     H, J, L = HQ // G, -(-S // sel_block), sel_block
-    splits, ahead = cdiv(N, per_split), _block_bytes(k, v, L) <= PREFETCHED_BYTES
-    num_warps, num_stages = tiles or (max(SELECTED_WARPS, padded(H) // 16), 2 if ahead else 1)
+    splits = cdiv(N, per_split)
+    num_warps, num_stages = tiles or selected_tiles(H, k, v, L)
     q0, Q0 = starts(q_start)
     launch(
         nsa_selected_forward_split,

@@ -3,6 +3,10 @@
 B batch, Q query heads, G kv heads, H query heads per kv head, D head dim, P = D / 2 pairs, l
 compressed block, d its stride, w rows of the window's ring, C compressed keys, J blocks, N slots.
 
+One set of kernels serves contiguous buffers and pages: PAGE is the entries of a page, 0 where rows
+lie one behind another, and then tables are None. What differs is the address of a row (`_at`) and
+that pages have no rings: a token lies where its position says. Sums take the same order.
+
 Numbers are those of the single operators (nsa.rope, nsa.gate, nsa.compression, nsa.ops.decode,
 nsa.ops.scores, nsa.ops.gated_sum), rounded where those round, but for the order of a mean's sum and
 of a log-sum-exp. No atomics, bitwise repeatable. Positions are read on the device alone, so that a
@@ -10,6 +14,8 @@ CUDA graph may hold the step.
 """
 
 from __future__ import annotations
+
+from typing import Any
 
 import torch
 import triton
@@ -29,9 +35,11 @@ from nsa.ops.decode.kernels import (
     summed,
 )
 from nsa.ops.decode_step.best_blocks import take_best
-from nsa.ops.decode_step.shapes import Buffers, Projected, StepGeometry
+from nsa.ops.decode_step.shapes import Buffers, Projected, StepGeometry, StepPages, held
 from nsa.ops.kernels.common import LOG2E, cdiv, load_rows, padded, precision, width_class
 from nsa.ops.kernels.launch import launch
+from nsa.ops.paged.kernels import selected_parts as selected_parts_of_pages
+from nsa.ops.paged.pages import Pages
 from nsa.ops.scores.kernels import CANDIDATES, ranked
 
 LOGITS_AT_ONCE = 8192  # that a program of `nsa_choose_step` loads, 32 a thread
@@ -55,11 +63,33 @@ def _turned(TURNS, b, p, a, c, P: tl.constexpr, ROPE: tl.constexpr):
 
 
 @triton.jit
-def _rows_back(pos, BEHIND: tl.constexpr, BL: tl.constexpr):
-    """(ring slots of the BEHIND tokens up to ``pos``, oldest first; which of BL those are, but for
-    the last, which is not in the ring yet).
+def _at(TABLE, st_b, b, g, num_rows, i, ok, inside, G: tl.constexpr, PAGE: tl.constexpr):
+    """(where row ``i`` of (b, kv head g) lies, counted in heads; ``inside`` where it has a page).
+
+    ``num_rows``: of a contiguous buffer. ``ok``: of pages, which i are in the table's width.
+    """
+    if PAGE:
+        page = tl.load(TABLE + b * st_b + i // PAGE, mask=ok, other=-1)
+        return (page.to(tl.int64) * PAGE + i % PAGE) * G + g, inside & (page >= 0)
+    return (b * num_rows + i) * G + g, inside
+
+
+@triton.jit
+def _slot(pos, ring, PAGE: tl.constexpr):
+    """The row that takes token ``pos``: of ``ring`` rows, or of pages its own."""
+    if PAGE:
+        return pos
+    return pos % ring
+
+
+@triton.jit
+def _rows_back(pos, BEHIND: tl.constexpr, BL: tl.constexpr, PAGE: tl.constexpr):
+    """(rows of the BEHIND tokens up to ``pos``, oldest first; which of BL those are, but for the
+    last, which is not stored yet).
     """
     i = tl.arange(0, BL)
+    if PAGE:
+        return pos + 1 - BEHIND + i, i < BEHIND - 1
     return (pos + 1 + i) % BEHIND, i < BEHIND - 1
 
 
@@ -133,12 +163,18 @@ def _append_k(
     WIN_K,
     RAW_K,
     CMP_K,
+    SEL_TABLE,
+    WIN_TABLE,
+    RAW_TABLE,
+    CMP_TABLE,
+    st_b,
     num_sel,
     num_win,
     num_cmp,
     b,
     g,
     pos,
+    exists,
     G: tl.constexpr,
     D: tl.constexpr,
     COPIES: tl.constexpr,
@@ -149,12 +185,15 @@ def _append_k(
     ROPE: tl.constexpr,
     BP: tl.constexpr,
     BL: tl.constexpr,
+    PAGE: tl.constexpr,
 ):
     P: tl.constexpr = D // 2
     p = tl.arange(0, BP)
     completed = pos + 1 - BLOCK
     completes = (completed >= 0) & (completed % STRIDE == 0)
-    slot, older = _rows_back(pos, BLOCK, BL)
+    if PAGE:
+        completes = completes & exists
+    back, older = _rows_back(pos, BLOCK, BL, PAGE)
     inside = p < P
     for branch in tl.static_range(3):
         at = ((b * COPIES + (branch if COPIES == 3 else 0)) * G + g) * D
@@ -164,23 +203,31 @@ def _append_k(
         x = x.to(K.dtype.element_ty)
         y = y.to(K.dtype.element_ty)
         if branch == 0:
-            to = RAW_K + ((b * BLOCK + pos % BLOCK) * G + g) * D
+            slot = _slot(pos, BLOCK, PAGE)
+            row, kept = _at(RAW_TABLE, st_b, b, g, BLOCK, slot, exists, inside, G, PAGE)
+            to = RAW_K + row * D
             if completes:
-                ring = (((b * BLOCK + slot) * G + g) * D)[:, None]
-                whole = older[:, None] & inside[None, :]
-                sx = tl.sum(_half(RAW_K, ring, p[None, :], whole, 0, PAIR), 0)
-                sy = tl.sum(_half(RAW_K, ring, p[None, :], whole, SECOND, PAIR), 0)
+                rows, there = _at(RAW_TABLE, st_b, b, g, BLOCK, back, older, older, G, PAGE)
+                rows = (rows * D)[:, None]
+                whole = there[:, None] & inside[None, :]
+                sx = tl.sum(_half(RAW_K, rows, p[None, :], whole, 0, PAIR), 0)
+                sy = tl.sum(_half(RAW_K, rows, p[None, :], whole, SECOND, PAIR), 0)
                 mx = (sx + x.to(tl.float32)) / BLOCK
                 my = (sy + y.to(tl.float32)) / BLOCK
-                cmp = CMP_K + ((b * num_cmp + completed // STRIDE) * G + g) * D
-                tl.store(cmp + p * PAIR, mx.to(K.dtype.element_ty), mask=inside)
-                tl.store(cmp + p * PAIR + SECOND, my.to(K.dtype.element_ty), mask=inside)
+                block = completed // STRIDE
+                cmp, due = _at(CMP_TABLE, st_b, b, g, num_cmp, block, completes, inside, G, PAGE)
+                cmp = CMP_K + cmp * D
+                tl.store(cmp + p * PAIR, mx.to(K.dtype.element_ty), mask=due)
+                tl.store(cmp + p * PAIR + SECOND, my.to(K.dtype.element_ty), mask=due)
         elif branch == 1:
-            to = SEL_K + ((b * num_sel + pos) * G + g) * D
+            row, kept = _at(SEL_TABLE, st_b, b, g, num_sel, pos, exists, inside, G, PAGE)
+            to = SEL_K + row * D
         else:
-            to = WIN_K + ((b * num_win + pos % num_win) * G + g) * D
-        tl.store(to + p * PAIR, x, mask=inside)
-        tl.store(to + p * PAIR + SECOND, y, mask=inside)
+            slot = _slot(pos, num_win, PAGE)
+            row, kept = _at(WIN_TABLE, st_b, b, g, num_win, slot, exists, inside, G, PAGE)
+            to = WIN_K + row * D
+        tl.store(to + p * PAIR, x, mask=kept)
+        tl.store(to + p * PAIR + SECOND, y, mask=kept)
 
 
 @triton.jit
@@ -190,12 +237,18 @@ def _append_v(
     WIN_V,
     RAW_V,
     CMP_V,
+    SEL_TABLE,
+    WIN_TABLE,
+    RAW_TABLE,
+    CMP_TABLE,
+    st_b,
     num_sel,
     num_win,
     num_cmp,
     b,
     g,
     pos,
+    exists,
     G: tl.constexpr,
     DV: tl.constexpr,
     COPIES: tl.constexpr,
@@ -203,30 +256,40 @@ def _append_v(
     STRIDE: tl.constexpr,
     BDV: tl.constexpr,
     BL: tl.constexpr,
+    PAGE: tl.constexpr,
 ):
     completed = pos + 1 - BLOCK
     completes = (completed >= 0) & (completed % STRIDE == 0)
-    slot, older = _rows_back(pos, BLOCK, BL)
+    if PAGE:
+        completes = completes & exists
+    back, older = _rows_back(pos, BLOCK, BL, PAGE)
     dv = tl.arange(0, BDV)
+    inside = dv < DV
     for branch in tl.static_range(3):
         at = ((b * COPIES + (branch if COPIES == 3 else 0)) * G + g) * DV
-        v = tl.load(V + at + dv, mask=dv < DV, other=0.0)
+        v = tl.load(V + at + dv, mask=inside, other=0.0)
         if branch == 0:
-            to = RAW_V + ((b * BLOCK + pos % BLOCK) * G + g) * DV
+            slot = _slot(pos, BLOCK, PAGE)
+            row, kept = _at(RAW_TABLE, st_b, b, g, BLOCK, slot, exists, inside, G, PAGE)
+            to = RAW_V + row * DV
             if completes:
-                ring = ((b * BLOCK + slot) * G + g) * DV
-                old = load_rows(RAW_V, ring, older, DV, BDV).to(tl.float32)
+                rows, there = _at(RAW_TABLE, st_b, b, g, BLOCK, back, older, older, G, PAGE)
+                old = load_rows(RAW_V, rows * DV, there, DV, BDV).to(tl.float32)
                 mean = (tl.sum(old, 0) + v.to(tl.float32)) / BLOCK
-                cmp = CMP_V + ((b * num_cmp + completed // STRIDE) * G + g) * DV
-                tl.store(cmp + dv, mean.to(V.dtype.element_ty), mask=dv < DV)
+                block = completed // STRIDE
+                cmp, due = _at(CMP_TABLE, st_b, b, g, num_cmp, block, completes, inside, G, PAGE)
+                tl.store(CMP_V + cmp * DV + dv, mean.to(V.dtype.element_ty), mask=due)
         elif branch == 1:
-            to = SEL_V + ((b * num_sel + pos) * G + g) * DV
+            row, kept = _at(SEL_TABLE, st_b, b, g, num_sel, pos, exists, inside, G, PAGE)
+            to = SEL_V + row * DV
         else:
-            to = WIN_V + ((b * num_win + pos % num_win) * G + g) * DV
-        tl.store(to + dv, v, mask=dv < DV)
+            slot = _slot(pos, num_win, PAGE)
+            row, kept = _at(WIN_TABLE, st_b, b, g, num_win, slot, exists, inside, G, PAGE)
+            to = WIN_V + row * DV
+        tl.store(to + dv, v, mask=kept)
 
 
-@triton.jit(do_not_specialize=["num_sel", "num_win", "num_cmp"])
+@triton.jit(do_not_specialize=["st_b", "num_sel", "num_win", "num_cmp"])
 def nsa_append_step(
     Q,
     K,
@@ -245,6 +308,12 @@ def nsa_append_step(
     RAW_V,
     CMP_K,
     CMP_V,
+    SEL_TABLE,
+    WIN_TABLE,
+    RAW_TABLE,
+    CMP_TABLE,
+    LEN,
+    st_b,
     num_sel,
     num_win,
     num_cmp,
@@ -265,17 +334,22 @@ def nsa_append_step(
     BD: tl.constexpr,
     BDV: tl.constexpr,
     BL: tl.constexpr,
+    PAGE: tl.constexpr,
 ):
     """Of one (b, kv head): program 0 turns q and makes the softmax gates, 1 turns k and stores it,
     2 stores v. Both compress the block that the token completes, if any.
 
     A pair is elements i PAIR and i PAIR + SECOND. ``num_sel``, ``num_win``, ``num_cmp``: rows of a
-    buffer. COPIES: K and V that the projection makes, one a branch or one for all.
+    buffer. COPIES: K and V that the projection makes, one a branch or one for all. LEN: of pages,
+    the tokens of each row with this one; a row that takes none stores nothing.
     """
     b = tl.program_id(0).to(tl.int64)
     g = tl.program_id(1)
     part = tl.program_id(2)
     pos = tl.load(POS + b).to(tl.int32)
+    exists = True
+    if PAGE:
+        exists = pos < tl.load(LEN + b)
     if part == 0:
         _append_q(
             Q,
@@ -306,12 +380,18 @@ def nsa_append_step(
             WIN_K,
             RAW_K,
             CMP_K,
+            SEL_TABLE,
+            WIN_TABLE,
+            RAW_TABLE,
+            CMP_TABLE,
+            st_b,
             num_sel,
             num_win,
             num_cmp,
             b,
             g,
             pos,
+            exists,
             G,
             D,
             COPIES,
@@ -322,6 +402,7 @@ def nsa_append_step(
             ROPE,
             BP,
             BL,
+            PAGE,
         )
     else:
         _append_v(
@@ -330,12 +411,18 @@ def nsa_append_step(
             WIN_V,
             RAW_V,
             CMP_V,
+            SEL_TABLE,
+            WIN_TABLE,
+            RAW_TABLE,
+            CMP_TABLE,
+            st_b,
             num_sel,
             num_win,
             num_cmp,
             b,
             g,
             pos,
+            exists,
             G,
             DV,
             COPIES,
@@ -343,10 +430,11 @@ def nsa_append_step(
             STRIDE,
             BDV,
             BL,
+            PAGE,
         )
 
 
-@triton.jit(do_not_specialize=["C", "num_cmp", "num_win", "cmp_splits"])
+@triton.jit(do_not_specialize=["st_b", "C", "num_cmp", "num_win", "cmp_splits"])
 def nsa_interval_forward_both_split(
     Q,
     CMP_K,
@@ -357,6 +445,9 @@ def nsa_interval_forward_both_split(
     LSE,
     LOGITS,
     POS,
+    CMP_TABLE,
+    WIN_TABLE,
+    st_b,
     C,
     num_cmp,
     num_win,
@@ -373,10 +464,14 @@ def nsa_interval_forward_both_split(
     BD: tl.constexpr,
     BDV: tl.constexpr,
     PREC: tl.constexpr,
+    PAGE: tl.constexpr,
+    TILED: tl.constexpr,
 ):
     """One (b, kv head) over one split of the compressed keys, or of the window's ring, whose splits
     come behind: an equal share, in tiles, of the keys that the token sees. Of compressed keys the
-    logits are left, too, fp32 to base 2 [B, Q, C].
+    logits are left, too, fp32 to base 2 [B, Q, C]. Of pages, the window's keys are those of the
+    ring of as many rows, in its order. TILED: a tile lies within a page, and a lap of the ring is
+    whole pages.
     """
     split = tl.program_id(0)
     g_ = tl.program_id(1)
@@ -400,13 +495,35 @@ def nsa_interval_forward_both_split(
     # one loop for both, since two would take the shared memory of both
     K = tl.where(is_cmp, CMP_K, WIN_K)
     V = tl.where(is_cmp, CMP_V, WIN_V)
-    first = b * tl.where(is_cmp, num_cmp, num_win) * G + g
+    if PAGE:
+        TABLE = tl.where(is_cmp, CMP_TABLE, WIN_TABLE) + b * st_b
+        # slots of the ring behind the newest token's hold the lap before
+        newest = tl.where(is_cmp, C, pos % num_win)
+        lap = tl.where(is_cmp, 0, pos - pos % num_win)
+    else:
+        first = b * tl.where(is_cmp, num_cmp, num_win) * G + g
     for c0 in range(begin, end, BC):
         c = c0 + tl.arange(0, BC)
-        at = first + c.to(tl.int64) * G
-        k = load_rows(K, at * D, c < end, D, BD)
-        v = load_rows(V, at * DV, c < end, DV, BDV)
-        s = logits(q, k, (c < end)[None, :], scale_log2, PREC)
+        kept = c < end
+        if PAGE:
+            if TILED:
+                # one load a lap, not one a key, through which no key is fetched ahead
+                behind = (c0 + BC > newest + 1) & (lap > 0)
+                here = tl.load(TABLE + (c0 + lap) // PAGE, mask=c0 <= newest, other=-1)
+                before = tl.load(TABLE + (c0 + lap - num_win) // PAGE, mask=behind, other=-1)
+                page = tl.where(c <= newest, here, before)
+                slot = c % PAGE
+            else:
+                i = c + tl.where(c <= newest, lap, lap - num_win)
+                page = tl.load(TABLE + i // PAGE, mask=kept, other=-1)
+                slot = i % PAGE
+            kept = kept & (page >= 0)
+            at = (page.to(tl.int64) * PAGE + slot) * G + g
+        else:
+            at = first + c.to(tl.int64) * G
+        k = load_rows(K, at * D, kept, D, BD)
+        v = load_rows(V, at * DV, kept, DV, BDV)
+        s = logits(q, k, kept[None, :], scale_log2, PREC)
         left = (h < H)[:, None] & (c < end)[None, :] & is_cmp
         tl.store(LOGITS + head[:, None] * C + c[None, :], s, mask=left)
         m, l, acc = more(s, v, m, l, acc, PREC)
@@ -531,15 +648,18 @@ def nsa_sum_step(
     tl.store(O + row * DV + dv, o.to(kind), mask=dv < DV)
 
 
-def append(x: Projected, buffers: Buffers, geometry: StepGeometry) -> tuple[Tensor, Tensor]:
+def append(
+    x: Projected, buffers: Buffers, geometry: StepGeometry, pages: StepPages | None = None
+) -> tuple[Tensor, Tensor]:
     """Store the token, and the compressed block that it completes; (q [B, 1, Q, D] turned, gates
-    [B, 1, Q, 3]).
+    [B, 1, Q, 3]). ``pages``: where the buffers are pools of pages.
     """
     (B, _, HQ, D), (G, DV) = x.q.shape, buffers.sel_v.shape[2:]
     q, gates = x.q.new_empty(x.q.shape), x.gates
     if gates is None:
         gates = x.q.new_empty(B, 1, HQ, 3)
     interleaved = geometry.rope == "interleaved"
+    rows = held(buffers, pages)
     launch(
         nsa_append_step,
         (B, G, 3),
@@ -560,9 +680,11 @@ def append(x: Projected, buffers: Buffers, geometry: StepGeometry) -> tuple[Tens
         buffers.raw_v,
         buffers.cmp_k,
         buffers.cmp_v,
-        buffers.sel_k.shape[1],
-        buffers.win_k.shape[1],
-        buffers.cmp_k.shape[1],
+        *((None,) * 5 if pages is None else (*pages.tables, pages.seq_lens)),
+        0 if pages is None else pages.sel.stride(0),
+        rows.tokens + 1,
+        rows.window,
+        rows.blocks + 1,
         float(geometry.temperature),
         G,
         HQ // G,
@@ -580,28 +702,38 @@ def append(x: Projected, buffers: Buffers, geometry: StepGeometry) -> tuple[Tens
         padded(D, 1),
         padded(DV, 1),
         padded(geometry.block, 1),
+        0 if pages is None else buffers.sel_k.shape[1],
         num_warps=4 if D <= 128 else 8,
     )
     return q, gates
 
 
 def attend(
-    q: Tensor, gates: Tensor, position: Tensor, buffers: Buffers, geometry: StepGeometry
+    q: Tensor,
+    gates: Tensor,
+    position: Tensor,
+    buffers: Buffers,
+    geometry: StepGeometry,
+    pages: StepPages | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """(o [B, 1, Q, DV], blocks int32 [B, 1, G, N]) of what the buffers hold."""
+    """(o [B, 1, Q, DV], blocks int32 [B, 1, G, N]) of what the buffers hold; ``pages`` as in
+    `append`.
+    """
     (B, _, HQ, D), (G, DV) = q.shape, buffers.sel_v.shape[2:]
-    C, w, L = buffers.cmp_k.shape[1] - 1, buffers.win_k.shape[1], geometry.sel_block
-    S, N, H = buffers.sel_k.shape[1] - 1, geometry.num_selected, HQ // G
+    (S, w, C), L = held(buffers, pages), geometry.sel_block
+    N, H, start = geometry.num_selected, HQ // G, position
+    if pages is not None:
+        position = pages.last  # of a row that takes no token, the last that it has
     J, R, W = cdiv(S, L), L // geometry.stride, geometry.block // geometry.stride
     cmp_splits = interval_splits(B * G, C, banded=False)
     win_splits = interval_splits(B * G, w, banded=True)
-    sel_k, sel_v = buffers.sel_k[:, :S], buffers.sel_v[:, :S]
-    per_split = selected_per_split(B * G, N, sel_k, sel_v, L)
+    per_split = selected_per_split(B * G, N, buffers.sel_k, buffers.sel_v, L)
     sel_splits, before = cdiv(N, per_split), cmp_splits + win_splits
     part = q.new_empty(before + sel_splits, B, 1, HQ, DV, dtype=torch.float32)
     lse = q.new_empty(before + sel_splits, B, 1, HQ, dtype=torch.float32)
     left = q.new_empty(B, HQ, max(1, C), dtype=torch.float32)
     BC, num_warps, num_stages = TILES[min(3, width_class(q, DV) + (precision(q) == "ieee"))]
+    page = 0 if pages is None else buffers.cmp_k.shape[1]
     launch(
         nsa_interval_forward_both_split,
         (before, G, B),
@@ -614,6 +746,8 @@ def attend(
         lse,
         left,
         position,
+        *((None, None) if pages is None else (pages.cmp, pages.win)),
+        0 if pages is None else pages.cmp.stride(0),
         C,
         C + 1,
         w,
@@ -630,6 +764,8 @@ def attend(
         padded(D),
         padded(DV),
         precision(q),
+        page,
+        page > 0 and page % BC == 0 and w % page == 0,
         num_warps=num_warps,
         num_stages=num_stages,
     )
@@ -671,17 +807,15 @@ def attend(
         candidates,
         num_warps=CHOOSE_WARPS,
     )
-    selected_parts(
-        q,
-        sel_k,
-        sel_v,
-        blocks,
-        part=(part[before:], lse[before:]),
-        per_split=per_split,
-        sel_block=L,
-        q_start=position,
-        scale=geometry.scale,
-    )
+    into: dict[str, Any] = {"part": (part[before:], lse[before:]), "per_split": per_split}
+    into["scale"] = geometry.scale
+    if pages is None:
+        k, v = buffers.sel_k[:, :S], buffers.sel_v[:, :S]
+        selected_parts(q, k, v, blocks, sel_block=L, q_start=position, **into)
+    else:
+        group = Pages(buffers.sel_k, buffers.sel_v, pages.sel)
+        into |= {"start": start, "seq_lens": pages.seq_lens, "num_pages": J}
+        selected_parts_of_pages(q, group, blocks, **into)
     o = q.new_empty(B, 1, HQ, DV)
     launch(
         nsa_sum_step,

@@ -13,7 +13,9 @@ from torch import Tensor
 
 class Buffers(NamedTuple):
     """Of an NSACache that steps, contiguous [B, n, G, D or DV]: all tokens and compressed keys, a
-    spare row behind each, the window's ring, and the ring of the last l raw tokens.
+    spare row behind each, the window's ring, and the ring of the last l raw tokens. Of a cache in
+    pages, with `StepPages`, the pools [N, P, G, D or DV], where raw tokens and compressed keys
+    share one.
     """
 
     sel_k: Tensor
@@ -24,6 +26,42 @@ class Buffers(NamedTuple):
     raw_v: Tensor
     cmp_k: Tensor
     cmp_v: Tensor
+
+
+class RowRoom(NamedTuple):
+    """The most that a row may hold: tokens, those of its window, and compressed keys."""
+
+    tokens: int
+    window: int
+    blocks: int
+
+
+class StepPages(NamedTuple):
+    """Where each row's pages are: tables int32 [B, M] by group, of one stride, -1 where there is no
+    page; ``seq_lens`` int32 [B], the tokens of each row with this one, and ``last`` int64 [B], the
+    position of the last. The most that a row may hold: tokens, those of its window, and compressed
+    keys.
+    """
+
+    sel: Tensor
+    win: Tensor
+    raw: Tensor
+    cmp: Tensor
+    seq_lens: Tensor
+    last: Tensor
+    held: RowRoom
+
+    @property
+    def tables(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        return self.sel, self.win, self.raw, self.cmp
+
+
+def held(buffers: Buffers, pages: StepPages | None) -> RowRoom:
+    """Of each row."""
+    if pages is not None:
+        return pages.held
+    sizes = (buffers.sel_k.shape[1] - 1, buffers.win_k.shape[1], buffers.cmp_k.shape[1] - 1)
+    return RowRoom(*sizes)
 
 
 @dataclass(frozen=True, slots=True)

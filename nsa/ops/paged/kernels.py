@@ -661,16 +661,56 @@ def choose(
 def selected(q: Tensor, blocks: Tensor, pages: LayerPages, *, scale: float) -> KV:
     """(o, lse) as `interval`, over chosen ``blocks`` int32 [B, T, G, N], contiguous."""
     group = pages.sel
-    (B, T, HQ, D), (L, G, DV), N = q.shape, group.v.shape[1:], blocks.shape[3]
-    H = HQ // G
-    block_bytes = L * (padded(D) + padded(DV)) * group.k.element_size()
-    ahead = block_bytes <= contiguous.PREFETCHED_BYTES
-    small = 2 * block_bytes <= contiguous.PREFETCHED_BYTES
-    per_split = min(N, contiguous.slots_per_split(B * T * G, N, small=small))
+    (B, T, HQ, _), (L, G, DV), N = q.shape, group.v.shape[1:], blocks.shape[3]
+    per_split = contiguous.selected_per_split(B * T * G, N, group.k, group.v, L)
     splits = cdiv(N, per_split)
     into = q.new_empty(B, T, HQ, DV), q.new_empty(B, T, HQ, dtype=torch.float32)
     part = contiguous._parts(*into, splits)
+    selected_parts(
+        q,
+        group,
+        blocks,
+        part=part,
+        per_split=per_split,
+        start=pages.start_B,
+        seq_lens=pages.seq_lens,
+        num_pages=-(-pages.max_tokens // L),
+        scale=scale,
+    )
+    if splits > 1:
+        launch(
+            contiguous.nsa_selected_sum_splits,
+            (B * T * HQ,),
+            *part,
+            *into,
+            splits,
+            DV,
+            padded(DV),
+            contiguous.AT_ONCE,
+            num_warps=contiguous.SUM_WARPS,
+        )
+    return into
+
+
+def selected_parts(
+    q: Tensor,
+    group: Pages,
+    blocks: Tensor,
+    *,
+    part: tuple[Tensor, Tensor],
+    per_split: int,
+    start: Tensor,
+    seq_lens: Tensor,
+    num_pages: int,
+    scale: float,
+) -> None:
+    """Each split's o and lse of `selected` into ``part``, [P, B, T, Q, DV] and [P, B, T, Q], of
+    rows of at most ``num_pages``.
+    """
+    (B, T, HQ, D), (L, G, DV), N = q.shape, group.v.shape[1:], blocks.shape[3]
+    H, splits = HQ // G, cdiv(N, per_split)
     scales = (None, None) if group.scales is None else group.scales
+    num_warps, num_stages = contiguous.selected_tiles(H, group.k, group.v, L)
     launch(
         nsa_selected_forward_pages,
         (B * T * G, splits),
@@ -680,11 +720,11 @@ def selected(q: Tensor, blocks: Tensor, pages: LayerPages, *, scale: float) -> K
         group.table,
         blocks,
         *part,
-        pages.start_B,
-        pages.seq_lens,
+        start,
+        seq_lens,
         *scales,
         T,
-        -(-pages.max_tokens // L),
+        num_pages,
         *q.stride()[:3],
         group.table.stride(0),
         scale * LOG2E,
@@ -700,19 +740,6 @@ def selected(q: Tensor, blocks: Tensor, pages: LayerPages, *, scale: float) -> K
         padded(DV),
         group.scales is not None,
         precision(q),
-        num_warps=max(contiguous.SELECTED_WARPS, padded(H) // 16),
-        num_stages=2 if ahead else 1,
+        num_warps=num_warps,
+        num_stages=num_stages,
     )
-    if splits > 1:
-        launch(
-            contiguous.nsa_selected_sum_splits,
-            (B * T * HQ,),
-            *part,
-            *into,
-            splits,
-            DV,
-            padded(DV),
-            contiguous.AT_ONCE,
-            num_warps=contiguous.SUM_WARPS,
-        )
-    return into

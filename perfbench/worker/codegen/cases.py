@@ -70,10 +70,13 @@ def launch_all(sm: str, name: str, at: At) -> None:
             decoding(shape, at, many_rows=major == 9)
         if name == "A":  # the one shape of a matrix that decodes
             decode_cases.stepping(shape, at)
+            decode_cases.linear_layers(shape, at)
             decode_cases.over_pages(shape, at)
             at("phi")
             learned(shape)
-        if sm == "9.0" and name == "A":  # below 8.9 there is no float8
+        if sm == "9.0" and name == "A":
+            decode_cases.stepping(shape, lambda case: at(f"{case}.pages"), in_pages=True)
+            # below 8.9 there is no float8
             decode_cases.over_pages(shape, lambda case: at(f"{case}.float8"), float8=True)
 
 

@@ -17,7 +17,7 @@ TOKENS = 1024
 DIM = 768  # of m7c_125m
 
 
-def stepping(shape: CodeShape, at: Callable[[str], None]) -> None:
+def stepping(shape: CodeShape, at: Callable[[str], None], *, in_pages: bool = False) -> None:
     """With gates of its own or given ones, one K and V or three, either RoPE."""
     G, H, DK, DV = shape.groups, shape.heads, shape.key_dim, shape.value_dim
     dtype = getattr(torch, shape.dtype)
@@ -44,8 +44,16 @@ def stepping(shape: CodeShape, at: Callable[[str], None]) -> None:
         )
         geometry = decode_step.StepGeometry(32, 16, 64, 16, 1, 2, 0.1, 1.0, rope)
         buffers = decode_step.Buffers(*rows)
-        q, made = step_kernels.append(projected, buffers, geometry)
-        step_kernels.attend(q, made, projected.position, buffers, geometry)
+        pages = None
+        if in_pages:
+            buffers, pages = _in_pages(shape, batch, held)
+        q, made = step_kernels.append(projected, buffers, geometry, pages)
+        step_kernels.attend(q, made, projected.position, buffers, geometry, pages)
+
+
+def linear_layers(shape: CodeShape, at: Callable[[str], None]) -> None:
+    """Those of a block, with what surrounds them."""
+    dtype = getattr(torch, shape.dtype)
     for batch in (1, 64):
         at(f"linear.of{batch}")
         x, hidden = (torch.zeros(batch, 1, n, dtype=dtype) for n in (DIM, 4 * DIM))
@@ -55,6 +63,22 @@ def stepping(shape: CodeShape, at: Callable[[str], None]) -> None:
         linear.apply(x, [wide[:DIM], wide[:384], wide[:384]], silu=False, residual=None, **norm)
         linear.apply(x, [wide], silu=True, residual=None, **norm)
         linear.apply(hidden, [narrow], silu=False, residual=x, **plain)
+
+
+def _in_pages(
+    shape: CodeShape, batch: int, held: int
+) -> tuple[decode_step.Buffers, decode_step.StepPages]:
+    """Pools of a few pages of 64 tokens, for rows of ``held`` tokens."""
+    dtype = getattr(torch, shape.dtype)
+    k, v = (
+        torch.zeros(3, 64, shape.groups, dim, dtype=dtype)
+        for dim in (shape.key_dim, shape.value_dim)
+    )
+    table = torch.zeros(batch, held // 64, dtype=torch.int32)
+    last = torch.zeros(batch, dtype=torch.int64)
+    room = decode_step.RowRoom(held, 512, held // 16 - 1)
+    pages = decode_step.StepPages(table, table, table, table, last.int(), last, room)
+    return decode_step.Buffers(k, v, k, v, k, v, k, v), pages
 
 
 def over_pages(shape: CodeShape, at: Callable[[str], None], *, float8: bool = False) -> None:

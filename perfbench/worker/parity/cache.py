@@ -130,23 +130,29 @@ def _one_step(
     if not older_nsa.is_one_step(route, model.nsa):
         return None
     from nsa import fused_step  # an older nsa has none
-    from nsa.ops.decode_step import Projected
 
-    k, v = (
-        torch.cat([t[f"{kind}_{b}"][:, part] for b in ("cmp", "sel", "win")], 2) for kind in "kv"
-    )
     with (
         _turned(cache, 1, 1),
         engagement.collect() as counted,
         older_nsa.collect_blocks() as seen,
     ):
         step: Any = cache.next_step()
-        turns = q.new_zeros(1, dtype=torch.float32)  # q and k are what they are
-        gates = t["gates"][:, part].contiguous()
-        x = Projected(q.contiguous(), k, v, turns, step.position_B, gates, None, None)
+        x = projected(t, part, step.position_B)
         o = fused_step.attend_projected(route, cache, step, x, rope="none")
     assert seen is not None and seen[0] is not None
     return Through(o, seen[0], frozenset(counted.counts))
+
+
+def projected(t: Tensors, part: slice, position_B: Tensor) -> Any:
+    """What that operator takes: q and k are as they are, and gates are given."""
+    from nsa.ops.decode_step import Projected  # an older nsa has none
+
+    q = t["q"][:, part].contiguous()
+    k, v = (
+        torch.cat([t[f"{kind}_{b}"][:, part] for b in ("cmp", "sel", "win")], 2) for kind in "kv"
+    )
+    turns = q.new_zeros(1, dtype=torch.float32)
+    return Projected(q, k, v, turns, position_B, t["gates"][:, part].contiguous(), None, None)
 
 
 @torch.no_grad()

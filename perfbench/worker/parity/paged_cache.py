@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -18,7 +18,7 @@ from nsa.attention import NSAAttention
 from nsa.config import ModelConfig
 from perfbench import older_nsa
 from perfbench.older_nsa import KV
-from perfbench.worker.parity.cache import Pieces, Tensors, Through
+from perfbench.worker.parity.cache import Pieces, Tensors, Through, projected
 
 if TYPE_CHECKING:  # an older nsa has no pages, and none is asked for there
     from perfbench.older_nsa import PagedCache
@@ -61,17 +61,50 @@ def attention(
             engagement.collect() as counted,
             older_nsa.collect_blocks() as seen,
         ):
-            view = cache.layers[0].append(kv_cmp, kv_sel, kv_win, compress=compress)
-            outputs.append(
-                decode_attention(
+            o = None
+            if end - begin == 1:
+                o = _one_step(model, t, cache, part, path=path, fa2=fa2)
+            if o is None:
+                view = cache.layers[0].append(kv_cmp, kv_sel, kv_win, compress=compress)
+                o = decode_attention(
                     q[:, part], t["gates"][:, part], view, config=nsa, path=path, fa2=fa2
                 )
-            )
+            outputs.append(o)
         assert seen is not None and seen[0] is not None
         blocks.append(seen[0])
         if not judged.isdisjoint(range(begin, end)):
             engaged |= counted.counts.keys()
     return Through(torch.cat(outputs, 1), torch.cat(blocks, 1), frozenset(engaged))
+
+
+def _one_step(
+    model: ModelConfig, t: Tensors, cache: PagedCache, part: slice, *, path: str, fa2: str
+) -> Tensor | None:
+    """`attention` of one token by the operator that a step over pages calls for all branches; None
+    where it calls one for each.
+    """
+    nsa = model.nsa
+    if not (cache.has_kernels and older_nsa.takes_pages_in_one_step(nsa)):
+        return None
+    from nsa import fused_step  # an older nsa has none
+    from nsa.decode import Step
+
+    route = functional.route_for(
+        t["q"][:, part],
+        model.num_kv_heads,
+        model.value_dim,
+        cache.max_len,
+        branches=nsa.branches,
+        q_start=cache.start_B,
+        path=path,
+        fa2=fa2,
+        config=nsa,
+    )
+    if not older_nsa.is_one_step(route, nsa):
+        return None
+    step: Any = Step(cache.start_B, nsa, cache.max_len)
+    x = projected(t, part, step.position_B)
+    return fused_step.attend_projected(route, cache.layers[0], step, x, rope="none")
 
 
 @torch.no_grad()
