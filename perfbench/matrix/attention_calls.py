@@ -86,7 +86,7 @@ def of_selected(sequence: Problem) -> Problem:
 
 
 def problems(cell: Cell, model: ModelConfig) -> list[Problem]:
-    """The distinct attention calls of a step, in order."""
+    """The attention calls of a layer in a step, in order."""
     sequence = Problem.of(
         model, batch=cell.batch, tokens=cell.seq_len, dtype=torch_dtype_name(cell.dtype)
     )
@@ -96,7 +96,8 @@ def problems(cell: Cell, model: ModelConfig) -> list[Problem]:
         captured = cell.cuda_graph == "on"
         return [replace(sequence, q_tokens=1, k_tokens=held + 1, whole=False, ragged=captured)]
     if cell.workload == "chunked_prefill" and cell.cuda_graph == "on":
-        return [replace(sequence, q_tokens=cell.chunk, whole=False, ragged=True)]
+        one = replace(sequence, q_tokens=cell.chunk, whole=False, ragged=True)
+        return [one] * len(pieces(cell))
     if cell.workload == "chunked_prefill":
         return [
             replace(sequence, q_tokens=end - begin, k_tokens=end, whole=False)

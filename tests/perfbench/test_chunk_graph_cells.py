@@ -15,6 +15,7 @@ from perfbench import older_nsa
 from perfbench.matrix import attention_calls
 from perfbench.records.job import Job
 from perfbench.records.rows import Status
+from perfbench.worker import measure, operators
 from perfbench.worker.workloads import workload
 from tests.perfbench.jobs import TINY
 from tests.perfbench.measure_cases import run
@@ -67,6 +68,16 @@ def test_each_replay_begins_with_empty_caches() -> None:
     assert work.steps is not None and work.made.inputs[0].shape == (2, 120)
     whole = work.model(work.made.inputs[0])
     torch.testing.assert_close(torch.cat(logits[-3:], 1), whole, rtol=1e-4, atol=1e-5)
+
+
+def test_the_operators_of_every_chunk_are_due() -> None:
+    asked = prompt().model_copy(update={"profile": True})
+    work = workload.build(asked)
+    work.step()
+    due = operators.due(asked, TINY, measure.actual_route(asked, TINY))
+    assert due is not None and work.captured is not None
+    assert operators.Calls(due).fault(work.captured.operators) == ""
+    assert work.captured.operators["nsa::selected_masked"] == 3 * TINY.num_layers
 
 
 def test_a_replay_that_is_not_the_step_is_never_timed(monkeypatch: pytest.MonkeyPatch) -> None:
