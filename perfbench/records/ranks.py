@@ -48,7 +48,7 @@ class RanksLine(BaseModel):
     ``unsynchronised_step_s``: median seconds of the same step, slowest rank, without collectives,
     after the timed samples of the same processes: gradients stay where they are, under fsdp weights
     are those gathered before. ``exposed_s``: the timed step's seconds above those; below 0 it is
-    noise.
+    noise, or the step without collectives has work of its own where the host sets the pace.
     """
 
     model_config = LINE_SETTINGS

@@ -15,6 +15,7 @@ from perfbench.text import NULL, cell_code
 
 TITLE = "Several ranks"
 AXES_OF_RANKS = ("world_size", "parallel")
+NOISE_SHARE = 0.02  # of the step, within which a negative difference is noise
 NOTE = (
     "tok/s is of all ranks, by the slowest rank of each sample. Efficiency: that over world_size x"
     " the tok/s of the same cell on one, where this run has it. Exposed: the step's time minus that"
@@ -93,6 +94,8 @@ def _exposed(good: Sequence[Replicate]) -> tuple[str, str]:
         return NULL, NULL
     exposed_s = median(exposed for exposed, _ in known)
     share = median(exposed / (exposed + alone) for exposed, alone in known)
+    if share < -NOISE_SHARE:
+        return "not seen", f"without collectives {-100 * share:.1f} % longer: not what binds"
     return f"{1e3 * exposed_s:,.2f}", f"{100 * share:.1f} %"
 
 
