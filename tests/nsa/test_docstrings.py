@@ -16,6 +16,12 @@ EQUATION, ERRORS = r"Eq\. \d|section 3", r"(?s)ValueError|RouteError"
 SHAPES, DTYPE = r"\[B, [A-Z]", r"dtype|int32|int64|fp32"
 # What must be found in the docstring, or in those of the class and its public methods together.
 CONTRACTS: Mapping[str, tuple[str, ...]] = {
+    "ChunkGraph": (
+        r"int64 \[B, tokens\]",
+        r"\[B, tokens,? vocab_size\]",
+        DTYPE,
+        "ValueError",
+    ),
     "DecodeGraph": (
         EQUATION,
         r"int64 \[B, 1\]",

@@ -321,6 +321,7 @@ def test_shipped_matrices_are_all_there() -> None:
         "kernels-b-h200",
         "kernels-h100",
         "kernels-h200",
+        "long-h200",
         "memory-h200",
         "memory-loop-h200",
         "nightly-decode-h200",
