@@ -23,7 +23,7 @@ from perfbench.machine import visible_gpus
 from perfbench.records import Job, RankLine, RanksLine, Replicate, Status, failed
 from perfbench.worker.ranks.board import WAITS_FOR_TURN, Board
 from perfbench.worker.ranks.model import backend_of
-from perfbench.worker.ranks.rank import RankEnd, error_file, main, row_file
+from perfbench.worker.ranks.rank import STACK_SIGNAL, RankEnd, error_file, main, row_file
 from perfbench.worker.turn import Turn
 
 LOOK_S = 0.1  # between looks at the ranks
@@ -122,7 +122,7 @@ def _hung(
 ) -> Replicate:
     """Ranks wait for one another, so the one that is behind holds all of them."""
     for pid in pids.values():
-        os.kill(pid, signal.SIGUSR1)
+        os.kill(pid, STACK_SIGNAL)
     time.sleep(STACK_S)
     last = board.last()
     stacks = {rank: _text(path) for rank, path in stderrs.items()}

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import faulthandler
-import signal
 import sys
 import time
 import traceback
@@ -15,6 +14,7 @@ import torch
 import torch.distributed as dist
 from pydantic import BaseModel
 
+from nsa.train import stacks
 from perfbench.records import Job, Replicate, Status
 from perfbench.worker.ranks.board import Board
 from perfbench.worker.ranks.model import backend_of, end_group
@@ -24,6 +24,7 @@ from perfbench.worker.turn import Turn
 RED = 3  # exit status of a rank whose row is not green
 # A rank's error may be another's end, which the launcher must see first.
 GRACE_S = 0.5
+STACK_SIGNAL = stacks.SIGNALS[0]  # Triton's compiler takes SIGUSR1
 GROUP_TIMEOUT = timedelta(days=1)  # the launcher's is shorter, and names the rank that hangs
 
 
@@ -54,7 +55,7 @@ def main(
     turn: Turn,
 ) -> None:
     """Ends the process with RED, or by raising, where it is not green."""
-    faulthandler.register(signal.SIGUSR1, file=sys.stderr, all_threads=False)
+    faulthandler.register(STACK_SIGNAL, file=sys.stderr, all_threads=False)
     ranks = Ranks(rank, size, board, Path(folder))
     row = None
     try:
