@@ -32,6 +32,8 @@ def route_of(
     attention = block.attention
     if not isinstance(cache, NSACache) or num_tokens is not None:
         return None
+    if cache.steps is not None and cache.steps.replays:  # its attention alone was captured
+        return None
     if one_step.against(cache, x.shape[1]) or not _is_own(block):
         return None
     if (
@@ -90,5 +92,5 @@ def _is_own(block: Any) -> bool:
         all(type(one) is nn.Linear and one.bias is None for one in (*projections, mlp[0], mlp[2]))
         and all(_is_plain(norm, attention.dim) for norm in (block.attention_norm, block.mlp_norm))
         and type(mlp[1]) is nn.SiLU
-        and not any(fused_step.is_hooked(one) for one in block.modules() if one is not block)
+        and not any(checks.is_hooked(one) for one in block.modules() if one is not block)
     )
