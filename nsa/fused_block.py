@@ -32,8 +32,6 @@ def route_of(
     attention = block.attention
     if not isinstance(cache, NSACache) or num_tokens is not None:
         return None
-    if cache.steps is not None and cache.steps.replays:  # its attention alone was captured
-        return None
     if one_step.against(cache, x.shape[1]) or not _is_own(block):
         return None
     if (

@@ -120,7 +120,7 @@ class _Decoder(nn.Module):
         replay: their graphs make it.
         """
         steps = caches[0].steps if caches else None
-        if steps is not None and steps.replays and options.get("cu_seqlens") is None:
+        if steps is not None and steps.replays:
             return [None] * len(self.blocks)
         made: dict[NSAConfig, Layout] = {}
         for layer in range(len(self.blocks)):

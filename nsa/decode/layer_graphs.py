@@ -40,9 +40,9 @@ class LayerGraphs:
     next step overwrites it, so clone what must persist. Weights are read in place: a replay uses
     in-place changes. What it would not follow is a ValueError that says so: a hook inside a layer,
     another weight or module, another autocast, gradients, open `nsa.statistics`, ``num_tokens``,
-    chunks of more than one token, layers in another order. (An attribute that is no
-    weight, such as ``path``, is not looked at: it stays what it was.) ``engaged`` is what the
-    capture dispatched (`nsa.engagement` counts no replay).
+    chunks of more than one token, layers in another order. An attribute that is no weight, such as
+    ``path``, is not looked at: it stays what it was. ``engaged`` is what the capture dispatched
+    (`nsa.engagement` counts no replay).
 
     ValueError also where the model is not on CUDA, NSA_STRICT_ASSERTS is on, no row has room, or
     the caches step already; RouteError for a path whose loop runs on the host. Where CUDA refuses a

@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from nsa import RouteError, TinyLM, chosen_blocks, engagement, statistics
+from nsa import NSAAttention, RouteError, TinyLM, chosen_blocks, engagement, statistics
 from nsa.decode import DecodeGraph, LayerGraphs, NSACache, Steps
 from nsa.decode import graph as decoding
 from nsa.model import DenseLM
@@ -130,10 +130,18 @@ def test_layers_that_replay_are_layers_that_step(graphs: list[int]) -> None:
 
 
 @torch.no_grad()
-def test_attention_in_a_model_of_ones_own(graphs: list[int]) -> None:
+def test_attention_in_a_model_of_ones_own(
+    graphs: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Layers alone, of two configs and with code between them; and those of a TinyLM, whose MLPs
     may then be hooked.
     """
+    made, real = [], NSAAttention.layout
+
+    def counted(self: NSAAttention, x: Tensor, **options: Any) -> Any:
+        made.append(self)
+        return real(self, x, **options)
+
     layers = [layer_of(), layer_of(SMALL.full_attention()), layer_of()]
     caches, plain = ([one.new_cache(2, ROOM) for one in layers] for _ in range(2))
 
@@ -144,11 +152,16 @@ def test_attention_in_a_model_of_ones_own(graphs: list[int]) -> None:
 
     for cache in (caches, plain):
         forward(randn(2, 9, DIM, seed=1).double(), cache, num_tokens=[9, 4])
-    own, _ = LayerGraphs(layers, caches), Steps(plain)
+    with monkeypatch.context() as patched:
+        patched.setattr(NSAAttention, "layout", counted)
+        own, _ = LayerGraphs(layers, caches), Steps(plain)
+    assert made == layers[:2] * 3, "each run has one Layout a config: two to warm up, one captured"
     for step in range(6):
         x = randn(2, 1, DIM, seed=step).double()
         assert torch.equal(forward(x, caches), forward(x, plain)), step
     assert caches[0].lengths == (15, 10) and graphs == [0, 1, 2] * 6
+    with pytest.raises(ValueError, match="a cache and cu_seqlens"):
+        layers[0](x, cache=caches[0], cu_seqlens=[0, 1])
     own.close()
     model: Any = model_of()
     cache, other = filled(model), filled(model)
@@ -280,8 +293,10 @@ def test_what_is_not_captured(graphs: list[int], monkeypatch: pytest.MonkeyPatch
         LayerGraphs(nn.Linear(2, 2), cache)
     with pytest.raises(ValueError, match="got 1 caches for 2 layers"):
         LayerGraphs(model, cache[:1])
+    other = layer_of().new_cache(1, ROOM, initial_len=8)
     with pytest.raises(ValueError, match="a cache made with"):
-        LayerGraphs([layer_of(SMALL.full_attention())], cache[:1])
+        LayerGraphs([layer_of(SMALL.full_attention())], [other])
+    assert other.capacity == 8, "its buffers do not grow first"
     handle = model.blocks[1].attention.gate.register_forward_hook(lambda *_: None)
     with pytest.raises(ValueError, match="wanted them on the layer alone"):
         LayerGraphs(model, cache)
@@ -305,9 +320,13 @@ def test_what_is_not_captured(graphs: list[int], monkeypatch: pytest.MonkeyPatch
 
 @torch.no_grad()
 def test_graphs_live_as_long_as_their_caches(graphs: list[int]) -> None:
-    """Nobody needs to hold them, and they are freed at once."""
+    """Nobody needs to hold them, and they are freed at once, as after `close`."""
     model: Any = model_of()
     cache = filled(model)
+    own = LayerGraphs(model, cache)
+    held = weakref.ref(own.steps.replays[id(cache[0])])
+    own.close()
+    assert held() is None
     held = weakref.ref(LayerGraphs(model, cache).steps.replays[id(cache[0])])
     model(torch.tensor([[3], [5]]), cache=cache)
     assert graphs == [0, 1]
