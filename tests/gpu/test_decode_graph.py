@@ -274,7 +274,8 @@ def test_layers_that_replay_are_the_step_that_is_captured_whole(path: str) -> No
         ids = ids_of(len(lengths), 1, seed=step)
         with no_sync():
             got = model(ids, cache=cache)[:, -1]
-        assert torch.equal(got, captured(ids)), step
+        want = captured(ids)
+        assert error(got, want) <= 1e-4 * max(1.0, magnitude(want)), step
         assert cache[2].lengths == whole[2].lengths
         if step == count // 2:
             weight.mul_(1.5)
