@@ -15,7 +15,7 @@ from nsa import checks, fused_step
 from nsa.branches import Call, attend_view, nothing, reaching
 from nsa.compression import Phi
 from nsa.config import BRANCHES, NSAConfig, check_heads
-from nsa.decode import KV, NSACache, Step, View, check_cache, one_step
+from nsa.decode import KV, NSACache, Step, View, check_cache, one_step, replay_of
 from nsa.documents import Documents
 from nsa.functional import compress_kv, route_for, takes_means_itself
 from nsa.gate import NoGate, SigmoidGate, SoftmaxGate
@@ -124,6 +124,9 @@ class NSAAttention(nn.Module):
         if attention_mask is not None:
             checks.mask_alone(cu_seqlens=cu_seqlens, num_tokens=num_tokens, layout=layout)
             return call_padded(self, x_BTM, attention_mask, cache=cache)
+        replay = replay_of(cache, self)
+        if replay is not None and cu_seqlens is None:
+            return replay.step(x_BTM, cache, num_tokens)
         if layout is None:
             layout = self.layout(
                 x_BTM, dtype=x_BTM.dtype, cache=cache, cu_seqlens=cu_seqlens, num_tokens=num_tokens

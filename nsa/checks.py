@@ -304,6 +304,18 @@ def plain_weight(module: nn.Module) -> Tensor | None:
     return weight if weight.dtype in DTYPES else None
 
 
+def is_hooked(module: nn.Module) -> bool:
+    """Whether a call of ``module`` is more than its class's forward, or another: some libraries put
+    a function of their own in its place, to move weights or to add an adapter.
+    """
+    return bool(
+        module._forward_hooks
+        or module._forward_pre_hooks
+        or "forward" in vars(module)
+        or nn.modules.module._has_any_global_hook()
+    )
+
+
 def compute_kind(module: nn.Module) -> tuple[torch.dtype, torch.device]:
     """dtype and device that ``module`` computes in, of the first of its parameters and buffers that
     is floating; torch's default dtype on the device of any other where none is.

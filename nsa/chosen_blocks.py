@@ -43,6 +43,11 @@ def collect(*, compiled: bool = False) -> Iterator[Chosen]:
             del _COMPILED[next(i for i, one in enumerate(_COMPILED) if one is chosen)]
 
 
+def is_collecting() -> bool:
+    """Whether a collection is open in this context."""
+    return bool(_ACTIVE.get())
+
+
 def record(blocks: Tensor | None) -> None:
     """Add the blocks of one call to every open collection."""
     if torch.compiler.is_compiling():

@@ -90,5 +90,5 @@ def _is_own(block: Any) -> bool:
         all(type(one) is nn.Linear and one.bias is None for one in (*projections, mlp[0], mlp[2]))
         and all(_is_plain(norm, attention.dim) for norm in (block.attention_norm, block.mlp_norm))
         and type(mlp[1]) is nn.SiLU
-        and not any(fused_step.is_hooked(one) for one in block.modules() if one is not block)
+        and not any(checks.is_hooked(one) for one in block.modules() if one is not block)
     )

@@ -108,18 +108,6 @@ def attend_projected(
     return o
 
 
-def is_hooked(module: nn.Module) -> bool:
-    """Whether a call of ``module`` is more than its class's forward, or another: some libraries put
-    a function of their own in its place, to move weights or to add an adapter.
-    """
-    return bool(
-        module._forward_hooks
-        or module._forward_pre_hooks
-        or "forward" in vars(module)
-        or nn.modules.module._has_any_global_hook()
-    )
-
-
 def _has_kernel(module: nn.Module, config: NSAConfig) -> TypeGuard[SoftmaxGate]:
     """Whether `nsa.ops.decode_step` makes the gates of ``module``: as the layer made it, since the
     kernel reads weights where contiguous ones would lie, and the config's temperature.
@@ -127,7 +115,7 @@ def _has_kernel(module: nn.Module, config: NSAConfig) -> TypeGuard[SoftmaxGate]:
     return (
         type(module) is SoftmaxGate
         and module.all_on
-        and not is_hooked(module)
+        and not checks.is_hooked(module)
         and module.temperature == config.gate_temperature
         and all(type(w) is nn.Parameter and w.is_contiguous() for w in (module.up, module.down))
     )
@@ -141,7 +129,8 @@ def _count_keys(q: Tensor, cache: NSACache, step: Step, blocks: Tensor) -> None:
     later("cmp", partial(key_counts.compressed, q, num_cmp, q_start=at, **grid))
     selected = partial(key_counts.selected, blocks, cache.max_len, sel_block=config.sel_block)
     later("sel", partial(selected, q_start=at))
+    rows = cache.window  # a count that held the cache would keep its buffers
     later(
         "win",
-        lambda: key_counts.sliding(q, cache.window, q_start=step.win_start_B, window=config.window),
+        lambda: key_counts.sliding(q, rows, q_start=step.win_start_B, window=config.window),
     )

@@ -20,6 +20,7 @@ from nsa.decode import (
     check_cache,
     check_dense_cache,
     check_device,
+    replay_of,
 )
 from nsa.dense import DenseAttention
 from nsa.ops.positions import to_device
@@ -46,8 +47,11 @@ class Block(nn.Module):
         )
 
     def forward(self, x_BTM: Tensor, **options: Any) -> Tensor:
-        if options.get("cache") is not None and (layout := options.get("layout")) is not None:
-            cache, num_tokens = options["cache"], options.get("num_tokens")
+        cache, num_tokens = options.get("cache"), options.get("num_tokens")
+        replay = replay_of(cache, self)
+        if replay is not None and options.get("cu_seqlens") is None:
+            return replay.step(x_BTM, cache, num_tokens)
+        if cache is not None and (layout := options.get("layout")) is not None:
             route = fused_block.route_of(
                 self, x_BTM, cache=cache, layout=layout, num_tokens=num_tokens
             )
@@ -91,8 +95,13 @@ class _Decoder(nn.Module):
             )
         for layer, one in enumerate(caches):
             check(one, layer)
-        # compiled, the lengths of caches that step are the device's
-        if not torch.compiler.is_compiling() and len({c.lengths for c in caches}) > 1:
+        # compiled, the lengths of caches that step are the device's; those of layers that replay
+        # are alike between two steps, and asking each takes as long as several replays
+        steps = caches[0].steps if caches else None
+        known = torch.compiler.is_compiling() or (
+            steps is not None and bool(steps.replays) and steps.is_between
+        )
+        if not known and len({c.lengths for c in caches}) > 1:
             lengths = [c.lengths for c in caches]
             raise ValueError(
                 f"got caches that hold {lengths} tokens; wanted the same in each layer; begin anew"
@@ -106,8 +115,13 @@ class _Decoder(nn.Module):
 
     def _layouts(
         self, x: Tensor, caches: Sequence[NSACache | DenseCache] | None = None, **options: Any
-    ) -> list[Layout]:
-        """Each layer's Layout of x [B, T, M]; layers of one config share one."""
+    ) -> Sequence[Layout | None]:
+        """Each layer's Layout of x [B, T, M]; layers of one config share one. None for layers that
+        replay: their graphs make it.
+        """
+        steps = caches[0].steps if caches else None
+        if steps is not None and steps.replays:
+            return [None] * len(self.blocks)
         made: dict[NSAConfig, Layout] = {}
         for layer in range(len(self.blocks)):
             config = self.config.config_of(layer)

@@ -19,7 +19,7 @@ from torch import Tensor
 from nsa import checks
 from nsa.blocks import BlockGrid
 from nsa.config import NSAConfig
-from nsa.decode.views import KV, CompressFn, Step, View
+from nsa.decode.views import KV, CompressFn, Replay, Step, View
 from nsa.ops.key_counts import KeysRead
 from nsa.ops.positions import to_device
 
@@ -28,6 +28,10 @@ class TakesSteps(Protocol):
     """What a cache asks of the `nsa.decode.Steps` that it belongs to."""
 
     length_B: Tensor
+    replays: dict[int, Replay]
+
+    @property
+    def is_between(self) -> bool: ...
 
     def lengths_of(self, cache: NSACache) -> tuple[int, ...]: ...
 

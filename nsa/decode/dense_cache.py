@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from nsa.decode.cache import TokenShape, check_chunk, room_of
-from nsa.decode.views import KV, DenseStep
+from nsa.decode.views import KV, DenseStep, Replay
 from nsa.ops import key_counts
 
 # SDPA's masked kernels want rows of a mask aligned to 16 bytes: a mask over all rows of a buffer of
@@ -26,6 +26,10 @@ class TakesDenseSteps(Protocol):
     """What a cache asks of the `nsa.decode.Steps` that it belongs to."""
 
     length_B: Tensor
+    replays: dict[int, Replay]
+
+    @property
+    def is_between(self) -> bool: ...
 
     def lengths_of(self, cache: Any) -> tuple[int, ...]: ...
     def next_dense(self) -> DenseStep: ...

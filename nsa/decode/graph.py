@@ -50,11 +50,7 @@ class StepGraph:
             )
         _, device = checks.compute_kind(model.embedding)
         check_device(device)
-        if checks.is_strict():
-            raise ValueError(
-                "got NSA_STRICT_ASSERTS=1, which reads contents; wanted a step that reads none;"
-                " unset it, or decode eagerly"
-            )
+        check_not_strict()
         self._model, self._cache = model, list(cache)
         with ExitStack() as undo, torch.inference_mode(False), torch.no_grad():
             self.steps = Steps(self._cache, tokens)
@@ -176,6 +172,15 @@ def check_device(device: torch.device) -> None:
         )
 
 
+def check_not_strict() -> None:
+    """ValueError in strict mode."""
+    if checks.is_strict():
+        raise ValueError(
+            "got NSA_STRICT_ASSERTS=1, which reads contents; wanted a step that reads none;"
+            " unset it, or decode eagerly"
+        )
+
+
 def refuse_host_loops(engaged: dict[str, int]) -> None:
     """RouteError where a counter is that of a path which loops over rows in Python. Path reference
     does not where its softmax is explicit.
@@ -205,11 +210,18 @@ def warm_up(work: Callable[[], None], device: torch.device) -> None:
         torch.cuda.current_stream().wait_stream(stream)
 
 
-def capture(work: Callable[[], None], device: torch.device) -> Callable[[], None]:
-    """Call ``work`` once while a CUDA graph records it, and return what replays it."""
+def new_pool() -> Any:
+    """Memory for graphs that never replay at once."""
+    return torch.cuda.graph_pool_handle()
+
+
+def capture(work: Callable[[], None], device: torch.device, pool: Any = None) -> Callable[[], None]:
+    """Call ``work`` once while a CUDA graph records it, and return what replays it. ``pool``:
+    `new_pool`, of graphs that share memory, since they replay one after another.
+    """
     with torch.cuda.device(device):
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
+        with torch.cuda.graph(graph, pool=pool):
             work()
     replay: Callable[[], None] = graph.replay
     return replay

@@ -21,7 +21,7 @@ from torch import Tensor
 from nsa.config import NSAConfig
 from nsa.decode.cache import NSACache, check_chunk
 from nsa.decode.dense_cache import DenseCache
-from nsa.decode.views import KV, CompressFn, DenseStep, Step, View, not_a_step
+from nsa.decode.views import KV, CompressFn, DenseStep, Replay, Step, View, not_a_step
 from nsa.ops.positions import to_device
 
 
@@ -69,6 +69,7 @@ class Steps:
         self._caches = [weakref.ref(c) for c in caches]
         self._ids = frozenset(id(c) for c in caches)
         self._due = set(self._ids)  # which have not taken the current token yet
+        self.replays: dict[int, Replay] = {}  # by id of the cache, of LayerGraphs
         self._lags = False  # compiled steps are not counted as they run
         # what steps write to must not belong to the inference_mode that they may be made in
         with torch.inference_mode(False), torch.no_grad():
@@ -154,6 +155,11 @@ class Steps:
         """ValueError unless ``chunk`` is a step's tokens for every row, and ``cache`` is due for
         them.
         """
+        if self.replays:  # whose positions are those of the last replay of the first layer
+            raise ValueError(
+                "got a step that no graph of its LayerGraphs replays; wanted a call of the modules"
+                " that were captured, each with its own cache; call those, or close the LayerGraphs"
+            )
         tokens = next(iter(chunk.values()))[0].shape[1]
         if tokens != self.tokens or num_tokens is not None:
             got = f"a chunk of {tokens} tokens" + (
@@ -161,11 +167,21 @@ class Steps:
             )
             raise not_a_step(got, self.tokens)
         check_chunk(cache, chunk, None)
-        if id(cache) not in self._due:
+        self._check_due(cache)
+
+    def check_replay(self, cache: NSACache | DenseCache, place: int) -> None:
+        """ValueError unless the next step is that of ``cache``, captured as the layer at ``place``,
+        and there is room for the token.
+        """
+        self._check_due(cache)
+        if (taken := len(self._ids) - len(self._due)) != place:
             raise ValueError(
-                "got a second token for a cache while another layer waits for the first; wanted one"
-                " each; step all layers"
+                f"got the step of layer {place} while layer {taken} waits for the token; wanted the"
+                " layers in the order of their LayerGraphs, which replay what the first one makes;"
+                " call them so, or close the LayerGraphs"
             )
+        if place == 0:
+            self.check_room()
 
     def check_room(self) -> None:
         """ValueError where a row is full: the host counts, so that no step writes beyond. In a
@@ -223,6 +239,18 @@ class Steps:
         """
         self._taken, self._may_forget = self._taken + self.tokens, True
 
+    def replayed(self, cache: NSACache | DenseCache) -> None:
+        """The host's part of `took`, after a replay of the device's."""
+        self._due.discard(id(cache))
+        if not self._due:
+            self._due = set(self._ids)
+            self.count_replay()
+
+    @property
+    def is_between(self) -> bool:
+        """Whether no layer is ahead of another, so that all caches hold as many tokens."""
+        return len(self._due) == len(self._ids)
+
     @contextmanager
     def unmoved(self) -> Iterator[None]:
         """Restore the lengths after the steps within: a graph's capture runs the host's part of a
@@ -238,6 +266,7 @@ class Steps:
     def end(self) -> None:
         """Make the caches ordinary again, with what they took. Does nothing the second time."""
         self._due = set(self._ids)  # a token that only some layers took is none
+        self.replays = {}
         for cache in (held() for held in self._caches):
             if cache is not None and cache.steps is self:
                 tail: list[Tensor] = []
@@ -259,6 +288,13 @@ class Steps:
             else:
                 self._taken += self.tokens
             self.length_B.add_(self.tokens)
+
+    def _check_due(self, cache: NSACache | DenseCache) -> None:
+        if id(cache) not in self._due:
+            raise ValueError(
+                "got a second token for a cache while another layer waits for the first; wanted one"
+                " each; step all layers"
+            )
 
     def _catch_up(self) -> None:
         if self._lags:

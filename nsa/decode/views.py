@@ -8,10 +8,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
-from typing import ClassVar
+from typing import Any, ClassVar, Protocol
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from nsa.blocks import BlockGrid
 from nsa.config import NSAConfig
@@ -284,6 +284,25 @@ class Step:
         if name not in self._made:
             self._made[name] = make()
         return self._made[name]
+
+
+class Replay(Protocol):
+    """A layer's step as a CUDA graph of its own (`nsa.decode.LayerGraphs`)."""
+
+    @property
+    def layer(self) -> nn.Module: ...
+
+    def step(self, x_B1M: Tensor, cache: Any, num_tokens: object) -> Tensor: ...
+
+
+def replay_of(cache: Any, layer: nn.Module) -> Replay | None:
+    """What replays the step of ``layer``, where it is the module whose step with ``cache`` was
+    captured.
+    """
+    if cache is None or cache.steps is None or not cache.steps.replays:
+        return None
+    replay: Replay | None = cache.steps.replays.get(id(cache))
+    return replay if replay is not None and replay.layer is layer else None
 
 
 def not_a_step(got: str, tokens: int) -> ValueError:

@@ -7,6 +7,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ from torch import Tensor
 from nsa import ChunkGraph, DecodeGraph, NSAConfig, RouteError
 from nsa.blocks import BlockGrid
 from nsa.config import ModelConfig
+from nsa.decode import LayerGraphs
 from nsa.decode.cache import NSACache
 from nsa.decode.graph_cache import Steps
 from nsa.model import TinyLM
@@ -253,3 +255,66 @@ def test_a_path_that_loops_on_the_host_is_refused() -> None:
         DecodeGraph(model, cache)
     model(ids_of(1, 2), cache=cache)
     assert cache[0].lengths == (11,)
+
+
+@PATHS
+@torch.no_grad()
+def test_layers_that_replay_are_the_step_that_is_captured_whole(path: str) -> None:
+    """Across the boundaries of l, d and l', with a hook that changes what a layer gives and a
+    weight that changes in place; nothing waits.
+    """
+    model, lengths, count = model_of(path=path), (1, 5, 33, 64), 40
+    room = max(lengths) + count + 8
+    whole, cache = prefilled(model, lengths, room), prefilled(model, lengths, room)
+    captured, layered = DecodeGraph(model, whole), LayerGraphs(model, cache)
+    assert layered.engaged == captured.engaged
+    second: Any = model.blocks[1]
+    weight = second.attention.q_proj.weight
+    for step in range(count):
+        ids = ids_of(len(lengths), 1, seed=step)
+        with no_sync():
+            got = model(ids, cache=cache)[:, -1]
+        want = captured(ids)
+        assert error(got, want) <= 1e-4 * max(1.0, magnitude(want)), step
+        assert cache[2].lengths == whole[2].lengths
+        if step == count // 2:
+            weight.mul_(1.5)
+    for branch in ("cmp", "sel", "win"):
+        assert torch.equal(cache[2].keys_read[branch], whole[2].keys_read[branch]), branch
+    captured.close()
+    plain = Steps(whole)
+    hooks = [block.register_forward_hook(lambda *a: 1.25 * a[2]) for block in model.blocks]
+    for step in range(4):
+        ids = ids_of(len(lengths), 1, seed=count + step)
+        got, want = model(ids, cache=cache), model(ids, cache=whole)
+        assert error(got, want) <= 1e-4 * max(1.0, magnitude(want)), step
+    for hook in hooks:
+        hook.remove()
+    plain.end()
+    layered.close()
+    ids = ids_of(len(lengths), 3, seed=99)
+    got, want = model(ids, cache=cache), model(ids, cache=whole)
+    assert error(got, want) <= 1e-4 * max(1.0, magnitude(want))
+
+
+@torch.no_grad()
+def test_attention_that_replays_in_a_model_of_ones_own() -> None:
+    """The attentions of three layers, next to another such model in turns; each graph lives while
+    its caches do.
+    """
+    model = model_of()
+    layers: list[Any] = [block.attention for block in model.blocks]
+    (a, b), plain = (prefilled(model, (40, 9), 60) for _ in range(2)), prefilled(model, (40, 9), 60)
+    for cache in (a, b):
+        LayerGraphs(layers, cache)
+    Steps(plain)
+    for step in range(9):
+        ids = ids_of(2, 1, seed=step)
+        one, other = model(ids, cache=a), model(ids, cache=b)
+        want = model(ids, cache=plain)
+        assert torch.equal(one, other)
+        assert error(one, want) <= 1e-4 * max(1.0, magnitude(want)), step
+    weight = layers[0].o_proj.weight
+    weight.data = weight.data.clone()
+    with pytest.raises(ValueError, match="a weight at another address"):
+        model(ids, cache=a)

@@ -17,7 +17,7 @@ from torch import Tensor
 from nsa import chosen_blocks, engagement, functional, fused_block, fused_step, statistics
 from nsa.attention import NSAAttention
 from nsa.config import NSAConfig, preset
-from nsa.decode import NSACache, Steps
+from nsa.decode import LayerGraphs, NSACache, Steps
 from nsa.functional import compress_kv
 from nsa.model import TinyLM
 from nsa.ops import linear_step
@@ -27,6 +27,7 @@ from tests import oracle
 from tests.cases import SMALL, assert_parity, randn
 from tests.nsa.kernel_cases import poisoned_memory  # noqa: F401
 from tests.nsa.launch_count import launches
+from tests.nsa.test_layer_graphs import graphs as graphs
 
 SOFTMAX = replace(SMALL, gate="softmax")
 DIM = 24
@@ -285,6 +286,31 @@ def test_a_block_is_its_modules_one_by_one(
     if surroundings == "own":
         assert len(named[0]) == 9 and len(named[1]) == 5
     assert (len(seen) > 0) == (surroundings == "hook")
+
+
+@torch.no_grad()
+@pytest.mark.parametrize(("whole", "products"), [(True, 4), (False, 0)], ids=["block", "attention"])
+def test_a_layer_that_replays_is_fused(whole: bool, products: int, graphs: list[int]) -> None:
+    """LayerGraphs capture a block's nine launches, or the five of its attention alone, whose
+    norms, products and MLP then run from Python.
+    """
+    torch.manual_seed(0)
+    tiny = preset("tiny")
+    model: Any = TinyLM(
+        replace(tiny, num_layers=1, nsa=replace(tiny.nsa, gate="softmax")), "triton"
+    )
+    cache, plain = (model.new_cache(2, 40) for _ in range(2))
+    layers = model if whole else [model.blocks[0].attention]
+    LayerGraphs(layers, cache)
+    Steps(plain)
+    ids = torch.tensor([[3], [5]])
+    assert_parity(model(ids, cache=cache), model(ids, cache=plain), "logits")
+    with launches() as names:
+        model(ids, cache=cache)
+    own = [name for name in names if name.startswith("nsa_")]
+    assert (
+        graphs == [0, 0] and own.count("nsa_linear_step") == products and len(own) == 5 + products
+    )
 
 
 def test_a_gate_that_alone_is_trained_is_refused() -> None:

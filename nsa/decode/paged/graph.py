@@ -35,11 +35,7 @@ class PagedGraph:
     def __init__(self, model: one_graph.Steppable, cache: PagedCache, *, tokens: int = 1) -> None:
         _, device = checks.compute_kind(model.embedding)
         one_graph.check_device(device)
-        if checks.is_strict():
-            raise ValueError(
-                "got NSA_STRICT_ASSERTS=1, which reads contents; wanted a step that reads none;"
-                " unset it, or decode eagerly"
-            )
+        one_graph.check_not_strict()
         if isinstance(tokens, bool) or not 1 <= tokens <= cache.rows.rollback:
             raise ValueError(
                 f"got tokens={tokens!r} a step; wanted 1 to {cache.rows.rollback}, the cache's"
