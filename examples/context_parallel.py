@@ -39,4 +39,5 @@ if __name__ == "__main__":
         dist.all_reduce(loss)
         if dist.get_rank() == 0:
             print(f"step {step}: loss {loss.item() / count:.3f}")
+    dist.barrier()  # over gloo a rank that leaves first may abort the others
     dist.destroy_process_group()

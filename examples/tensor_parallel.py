@@ -31,4 +31,5 @@ if __name__ == "__main__":
         optimizer.zero_grad()
         if dist.get_rank() == 0:
             print(f"step {step}: loss {loss.item():.3f}")
+    dist.barrier()  # over gloo a rank that leaves first may abort the others
     dist.destroy_process_group()

@@ -231,8 +231,8 @@ class NSAAttention(nn.Module):
         )
 
     def route_of_step(self, x_BTM: Tensor, cache: NSACache) -> Route:
-        """The Route of x [B, T, M] with a cache that steps, or in pages, of rows of max_len tokens;
-        it says why no one operator serves the step, where none does.
+        """The Route of x [B, T, M] with a cache of rows of max_len tokens; it says why no one
+        operator serves the step, where none does.
         """
         # a shape, no memory
         q = cache.sel[0][:, :1, :1].expand(-1, x_BTM.shape[1], self.num_heads, -1)

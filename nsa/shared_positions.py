@@ -18,6 +18,7 @@ from torch import Tensor
 from nsa import checks
 from nsa.config import NSAConfig
 from nsa.decode import DenseCache, DenseStep, NSACache, Step
+from nsa.decode.cache import check_rows
 from nsa.decode.views import not_a_step
 from nsa.documents import Documents, Packing
 from nsa.ops.positions import query_positions, to_device
@@ -83,6 +84,8 @@ class Layout:
         if num_tokens is not None:
             checks.fixed_selection(config, whole=False, what="num_tokens")
         T, device = x.shape[1], x.device
+        if cache is not None:  # whose positions are of its rows
+            check_rows(cache.batch, x.shape[0])
 
         def turned(position: Tensor) -> Tensor:
             return turns(

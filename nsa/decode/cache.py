@@ -469,16 +469,21 @@ def check_chunk(
     return new
 
 
+def check_rows(batch: int, rows: int) -> None:
+    """ValueError unless a chunk of ``rows`` rows is one of a cache of ``batch``."""
+    if batch != rows:
+        raise ValueError(
+            f"the cache holds {batch} rows, the chunk {rows}; wanted the same; make a cache of"
+            " that batch, or split it"
+        )
+
+
 def check_kind(batch: int, kept: Sequence[Tensor], chunk: Mapping[str, KV]) -> None:
     """ValueError unless the k and v of each branch of ``chunk`` are of ``batch`` rows, and of the
     heads [..., G, D], dtype and device of ``kept`` k and v.
     """
     B, T = next(iter(chunk.values()))[0].shape[:2]
-    if batch != B:
-        raise ValueError(
-            f"the cache holds {batch} rows, the chunk {B}; wanted the same; make a cache of"
-            " that batch, or split it"
-        )
+    check_rows(batch, B)
     for branch, kv in chunk.items():
         for name, x, buffer in zip(("k", "v"), kv, kept, strict=True):
             if (buffer.dtype, buffer.device) != (x.dtype, x.device):

@@ -14,6 +14,7 @@ from nsa.decode.cache import NSACache
 from nsa.decode.paged import PagedLayer
 from nsa.decode.views import KV
 from nsa.ops import decode_step
+from nsa.ops.positions import to_device
 
 
 def against(cache: NSACache, tokens: int) -> tuple[str, ...]:
@@ -27,12 +28,11 @@ def against(cache: NSACache, tokens: int) -> tuple[str, ...]:
 
 
 def position_of(cache: NSACache) -> Tensor:
-    """Of each row's next token, int64 [B], of a cache that steps or is in pages: those of the last
-    plan.
-    """
+    """Of each row's next token, int64 [B]; in pages those of the last plan."""
     if isinstance(cache, PagedLayer):
         return cache.owner.start_B
-    assert cache.steps is not None
+    if cache.steps is None:  # whose Route says so
+        return to_device(cache.lengths, cache.sel[0].device)
     return cache.steps.length_B
 
 

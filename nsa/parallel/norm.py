@@ -21,8 +21,13 @@ def clip_grad_norm_(parameters: Iterable[Tensor], max_norm: float) -> Tensor:
     As torch.nn.utils.clip_grad_norm_, for parameters of several meshes at once, and plain ones
     among them: a tensor-parallel model has plain weights next to DTensors, and under FSDP2 DTensors
     of one and of two dimensions. A plain gradient must be the same on all ranks. All ranks must
-    call it. ValueError for a gradient that is not reduced yet, and where there is none.
+    call it. ValueError for a gradient that is not reduced yet, where there is none, and for a
+    ``max_norm`` that is not above 0.
     """
+    if not max_norm > 0:  # below 0 would turn every gradient round
+        raise ValueError(
+            f"got max_norm={max_norm!r}; wanted a number above 0; to clip nothing, do not call it"
+        )
     gradients = [one.grad for one in parameters if one.grad is not None]
     if not gradients:
         raise ValueError("got no gradient; wanted those of a backward; clip after it")

@@ -49,7 +49,7 @@ def worst(found: dict[str, Tensor | None], wanted: dict[str, Tensor | None]) -> 
             assert got.shape == want.shape, name
             scale = float(want.abs().max()) or 1.0
             errors.append(float((got - want).abs().max()) / scale)
-    return max(errors)
+    return float(torch.tensor(errors).max())  # NaN where one is, which Python's max would drop
 
 
 def gradients(module: nn.Module) -> dict[str, Tensor | None]:

@@ -189,6 +189,10 @@ def test_what_a_cache_that_steps_refuses() -> None:
             layer(x[:, :2], cache=cache)
         with pytest.raises(ValueError, match=r"num_tokens=\[1, 0\] for a cache that steps"):
             layer(x[:, :1], cache=cache, num_tokens=[1, 0])
+        ragged = filled(layer, x, (4, 2), 9)
+        for one in (cache, ragged):  # positions of two rows, which no others can be rotated by
+            with pytest.raises(ValueError, match="the cache holds 2 rows, the chunk 4; wanted"):
+                layer(torch.cat([x, x])[:, :1], cache=one)
         assert all(
             map(
                 torch.equal,
@@ -213,6 +217,20 @@ def test_what_a_cache_that_steps_refuses() -> None:
         steps.end()
         layer(x[:, :2], cache=cache)
         assert cache.lengths == (7, 7) and cache.raw == []
+
+
+def test_a_route_says_why_no_one_operator_takes_the_chunk() -> None:
+    layer, x = layer_of(), torch.zeros(2, 3, DIM, dtype=torch.float64)
+    cache = layer.new_cache(2, 9)
+
+    def reasons(tokens: int) -> str:
+        route = layer.route_of_step(x[:, :tokens], cache)
+        return next(line for line in route.explain() if line.startswith("not one_step"))
+
+    assert "its cache does not step (nsa.decode.Steps)" in reasons(1)
+    Steps([cache], 3)
+    assert "it takes a chunk of one token a row, not of 3" in reasons(3)
+    assert "its cache" not in reasons(1) and "a chunk of" not in reasons(1)
 
 
 def test_a_token_that_only_some_layers_took_is_none() -> None:

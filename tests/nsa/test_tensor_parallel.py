@@ -6,7 +6,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
+from nsa.parallel import clip_grad_norm_
 from tests.nsa.tensor_ranks import LAYERS
 from tests.nsa.torchrun import found_by_forks, found_by_ranks
 
@@ -70,3 +72,12 @@ def test_clipping_a_mesh_and_a_checkpoint_are_those_of_one_process(
     """
     for found in mesh:
         assert found["clipped"] and found[what] < BOUND, (what, found)
+
+
+@pytest.mark.parametrize("max_norm", [0.0, -1.0, float("nan")])
+def test_clipping_to_no_norm_changes_nothing(max_norm: float) -> None:
+    weight = torch.ones(2, requires_grad=True)
+    weight.grad = torch.full((2,), 3.0)
+    with pytest.raises(ValueError, match=f"got max_norm={max_norm}; wanted a number above 0"):
+        clip_grad_norm_([weight], max_norm)
+    assert weight.grad.tolist() == [3.0, 3.0]

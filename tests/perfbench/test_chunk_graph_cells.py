@@ -87,6 +87,19 @@ def test_a_replay_that_is_not_the_step_is_never_timed(monkeypatch: pytest.Monkey
     assert row.reason.startswith("a replay's logits differ by ")
 
 
+def test_a_nan_in_the_last_chunk_of_a_replay_is_a_difference() -> None:
+    """The largest of 0.0 and NaN is 0.0 in Python."""
+    work = workload.build(prompt())
+
+    def poisoned() -> None:
+        work.step()
+        work.made.outputs[-1][0, 0, 0] = torch.nan
+
+    assert work.steps is not None
+    found = work.steps.how_a_replay_differs(poisoned, lambda: work.made.inputs)
+    assert found.startswith("a replay's logits differ by nan")
+
+
 def test_chunks_that_forget_the_window_are_caught(monkeypatch: pytest.MonkeyPatch) -> None:
     """The ring keeps a chunk less than the first query of a chunk looks back."""
     real = Steps.append

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -167,9 +167,8 @@ class CachedSteps:
         self.body(*inputs())
         wanted = self._logits
         (self._logits, self._counts), self.made.outputs = graphs, graphs[0]
-        error, limit = 0.0, REPLAY_TOLERANCE * max(float(x.float().abs().max()) for x in wanted)
-        for replayed_BTV, launched_BTV in zip(got, wanted, strict=True):
-            error = max(error, float((replayed_BTV - launched_BTV).float().abs().max()))
+        error = _largest(a - b for a, b in zip(got, wanted, strict=True))
+        limit = REPLAY_TOLERANCE * _largest(wanted)
         if error <= limit:
             return ""
         return (
@@ -264,6 +263,11 @@ def _random(
 ) -> KV:
     k, v = (x.new_empty(batch, tokens, *x.shape[2:]).normal_(generator=generator) for x in buffers)
     return k, v
+
+
+def _largest(tensors: Iterable[Tensor]) -> float:
+    """NaN where one holds a NaN, which Python's max would drop."""
+    return float(torch.stack([x.float().abs().max() for x in tensors]).max())
 
 
 def mean_keys_read(counted: Sequence[Counts]) -> dict[str, float]:

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import copy
 import json
+import math
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
@@ -152,14 +153,17 @@ def model_of(kind: str) -> TinyLM | DenseLM:
 
 
 def compared(got: Result, want: Result) -> dict[str, float]:
-    """Each result's error, as a share of NSA.md's bound of 1; blocks: how many differ."""
+    """Each result's error, as a share of NSA.md's bound of 1, infinite of a NaN, which the largest
+    of several numbers would drop; blocks: how many differ.
+    """
     assert got.keys() == want.keys(), (sorted(got), sorted(want))
-    return {
+    found = {
         name: float((got[name] != want[name]).sum())
         if name == "blocks"
         else error(got[name], want[name]) / max(1.0, magnitude(want[name]))
         for name in want
     }
+    return {name: math.inf if math.isnan(share) else share for name, share in found.items()}
 
 
 def in_dtype(cp: ContextParallel, case: LayerCase, dtype: torch.dtype) -> dict[str, float]:
