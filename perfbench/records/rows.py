@@ -320,7 +320,7 @@ class Profile(_Record):
 
     kernels: dict[str, float] = {}  # the 12 longest: name -> device seconds
     kernel_count: int
-    device_time_s: float
+    device_time_s: float  # without NCCL's kernels
     wall_s: float
     busy_fraction: float | None
     host_syncs: int

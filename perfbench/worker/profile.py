@@ -24,6 +24,7 @@ from perfbench.worker.ranks.world import current
 
 HOST_BOUND_BELOW = 0.85  # device time over step time: below it the GPU waits for the host
 HOST_STEPS, HOST_BUDGET_S = 15, 0.5  # whose enqueueing is timed: fewer where they take that long
+COLLECTIVE = "nccl"  # begins the name of a kernel of NCCL, small letters
 NUM_LONGEST = 12
 NAME_CHARS = 160  # template arguments can take kilobytes
 # What must appear among the names of device kernels for each kernel that a Route can name on CUDA.
@@ -118,8 +119,15 @@ class Observed:
         return {name: count for name, (_, count) in self.kernels.items()}
 
     def profile(self, ok: bool | None, sentence: str) -> Profile:
-        """With what the second witness says; no operators."""
-        device_time_s = sum(seconds for seconds, _ in self.kernels.values())
+        """With what the second witness says; no operators.
+
+        NCCL's kernels are no device time: they run next to others, and wait for other ranks.
+        """
+        device_time_s = sum(
+            seconds
+            for name, (seconds, _) in self.kernels.items()
+            if not name.lower().startswith(COLLECTIVE)
+        )
         longest = sorted(self.kernels.items(), key=lambda item: -item[1][0])[:NUM_LONGEST]
         return Profile(
             kernels={name: seconds for name, (seconds, _) in longest},

@@ -217,6 +217,17 @@ def test_host_bound(busy: float | None, bound: bool | None) -> None:
     assert profile.is_host_bound(builders.profile(busy_fraction=busy)) is bound
 
 
+def test_a_collective_that_waits_is_no_device_time() -> None:
+    """FSDP2 on two H200s: 245 ms of kernels in a step of 130 ms, since NCCL's spin meanwhile."""
+    kernels = {
+        "nsa_selected_forward": (0.04, 12),
+        "ncclDevKernel_AllGather_RING_LL(ncclDevKernelArgsStorage<4096ul>)": (0.2, 14),
+    }
+    seen = profile.Observed(kernels, {}, {}, 0.15, 0.1, 0.13, True).profile(True, "")
+    assert seen.device_time_s == pytest.approx(0.04) and seen.kernel_count == 26
+    assert profile.is_host_bound(seen) is True and len(seen.kernels) == 2
+
+
 @pytest.mark.parametrize(
     ("path", "kind"),
     [("v2", "forward"), ("masked", "train"), ("dense", "train"), ("dense", "forward")],
