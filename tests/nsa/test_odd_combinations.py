@@ -319,7 +319,7 @@ def test_a_decode_graph_is_captured_on_its_own_device(monkeypatch: pytest.Monkey
         current.pop()
 
     def noted(name: str) -> Callable[..., Any]:
-        def call(*arguments: object) -> Any:
+        def call(*arguments: object, **options: object) -> Any:
             seen.append((name, current[-1]))
             return MagicMock()
 
