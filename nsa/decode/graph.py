@@ -70,7 +70,7 @@ class StepGraph:
         """Logits [B, T, V] of a replay with these ids."""
         if self._replay is None:
             raise ValueError(
-                f"got a token for a closed {self.kind}; wanted an open one; make another of the"
+                f"got ids for a closed {self.kind}; wanted an open one; make another of the"
                 " same model and cache"
             )
         own = self._ids_BT

@@ -44,6 +44,11 @@ class Steps:
     """
 
     def __init__(self, caches: Sequence[NSACache | DenseCache], tokens: int = 1) -> None:
+        if isinstance(caches, NSACache | DenseCache) or not hasattr(caches, "__len__"):
+            raise ValueError(
+                f"got a {type(caches).__name__} for Steps; wanted a list of NSACache, one a layer;"
+                " put it in a list, or take the one that new_cache of the model makes"
+            )
         if not caches or len({(c.lengths, c.max_len, c.kv[0].device) for c in caches}) != 1:
             got = sorted({f"{c.lengths} of {c.max_len} on {c.kv[0].device}" for c in caches})
             raise ValueError(

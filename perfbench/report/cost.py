@@ -87,7 +87,7 @@ def occupied_s(run: Run) -> float:
     return math.fsum(max(end - begin, 0.0) for begin, end in _sessions(run))
 
 
-def next_night_s(run: Run) -> float:
+def next_run_s(run: Run) -> float:
     """What the same cells and replicates will occupy: the time of this run, and where it is not
     complete its cells' own mean for each replicate that is missing.
     """
@@ -164,8 +164,8 @@ def _next(run: Run, costs: Sequence[CellCost]) -> str:
     pairs = math.fsum(one.pairs_s for one in costs)
     again = f", and {pairs / 60:.1f} for as many pairs" if pairs else ""
     return (
-        f"The next night of these cells: about {next_night_s(run) / 60:.1f} minutes{again}; of the"
-        f" stored nights one differed from the one before by {USUAL_ERROR_PCT:g} % in the median,"
+        f"The next run of these cells: about {next_run_s(run) / 60:.1f} minutes{again}; of the"
+        f" stored runs one differed from the one before by {USUAL_ERROR_PCT:g} % in the median,"
         f" {WORST_ERROR_PCT:g} % at most."
     )
 

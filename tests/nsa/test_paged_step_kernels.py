@@ -63,7 +63,7 @@ def entries(
         group = replace(getattr(pages, name), table=cache._host_tables[:, columns])
         counts = [cache.grid.num_cmp(n) if name == "cmp" else n for n in cache.lengths]
         at = torch.arange(max(counts)).expand(cache.max_batch, -1)
-        has_page = group.table.repeat_interleave(PAGE, 1)[:, : max(counts)] >= 0
+        has_page = group.table[:, at[0] // PAGE] >= 0
         yield name, group, at, has_page & (at < torch.tensor(counts)[:, None])
 
 

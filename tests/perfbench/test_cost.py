@@ -47,7 +47,7 @@ def test_the_error_that_the_report_states_is_that_of_the_stored_nights(
     nights: list[list[Run]],
 ) -> None:
     errors = [
-        100 * abs(held_s(after) / cost.next_night_s(before) - 1)
+        100 * abs(held_s(after) / cost.next_run_s(before) - 1)
         for runs in nights
         for before, after in itertools.pairwise(runs)
     ]
@@ -70,7 +70,7 @@ def test_half_a_night_predicts_the_whole(nights: list[list[Run]]) -> None:
     half = [row for row in first.replicates if row.replicate < 3]
     cut = first.model_copy(update={"replicates": half})
     assert cost.occupied_s(cut) < 0.75 * held_s(whole)
-    assert cost.next_night_s(cut) == pytest.approx(held_s(whole), rel=0.25)
+    assert cost.next_run_s(cut) == pytest.approx(held_s(whole), rel=0.25)
 
 
 def test_the_phases_of_a_row_are_what_its_process_did() -> None:
@@ -87,4 +87,4 @@ def test_the_table_says_what_was_bought(nights: list[list[Run]]) -> None:
     assert found is not None and len(found.lines) == 9
     minutes = sum(float(line[2]) for line in found.lines)
     assert minutes == pytest.approx(held_s(run) / 60, rel=0.25)
-    assert "GPU minutes" in found.note and "The next night of these cells: about 3." in found.note
+    assert "GPU minutes" in found.note and "The next run of these cells: about 3." in found.note

@@ -7,7 +7,7 @@ B batch, T tokens, G kv heads, N blocks.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from nsa import engagement, functional, routing
 from nsa.attention import NSAAttention
-from nsa.config import ModelConfig
+from nsa.config import BRANCHES, ModelConfig, NSAConfig
 from nsa.dense import DenseAttention
 from nsa.functional import capability_of
 from nsa.routing import Problem
@@ -84,15 +84,10 @@ def attention(
         device=q.device,
     )
 
-    def compress(k: Tensor, v: Tensor, first_block: Tensor) -> KV:
-        return functional.compress_kv(k, v, first_block, config=nsa, phi_params=phi)
-
+    compress = compression(nsa, phi)
     outputs, blocks, engaged, judged = [], [], set[str](), set(rows)
     for begin, end in pieces:
         part = slice(begin, end)
-        kv_cmp, kv_sel, kv_win = (
-            (t[f"k_{b}"][:, part], t[f"v_{b}"][:, part]) for b in ("cmp", "sel", "win")
-        )
         options: dict[str, Any] = {"config": nsa, "path": path, "fa2": fa2}
         if (
             stepping
@@ -104,7 +99,7 @@ def attention(
             engaged |= one.engaged if begin in judged else frozenset()
             continue
         with _turned(cache, end - begin, stepping):
-            view = cache.append(kv_cmp, kv_sel, kv_win, compress=compress)
+            view = cache.append(*appended(t, part), compress=compress)
         k_cmp, v_cmp = view.cmp
         at = Place(view.q_start, view.sel[0].shape[1], is_whole_sequence=False)
         blocks.append(chosen(q[:, part], k_cmp, v_cmp, at=at, **options))
@@ -141,6 +136,22 @@ def _one_step(
         o = fused_step.attend_projected(route, cache, step, x, rope="none")
     assert seen is not None and seen[0] is not None
     return Through(o, seen[0], frozenset(counted.counts))
+
+
+def appended(t: Tensors, part: slice) -> list[KV]:
+    """K and V of each branch that a piece appends."""
+    return [(t[f"k_{b}"][:, part], t[f"v_{b}"][:, part]) for b in BRANCHES]
+
+
+def compression(
+    config: NSAConfig, phi: functional.PhiParams
+) -> Callable[[Tensor, Tensor, Tensor], KV]:
+    """What compresses raw K and V, from a first block on, for a cache."""
+
+    def compress(k: Tensor, v: Tensor, first_block: Tensor) -> KV:
+        return functional.compress_kv(k, v, first_block, config=config, phi_params=phi)
+
+    return compress
 
 
 def projected(t: Tensors, part: slice, position_B: Tensor) -> Any:

@@ -17,8 +17,14 @@ from nsa import engagement, functional
 from nsa.attention import NSAAttention
 from nsa.config import ModelConfig
 from perfbench import older_nsa
-from perfbench.older_nsa import KV
-from perfbench.worker.parity.cache import Pieces, Tensors, Through, projected
+from perfbench.worker.parity.cache import (
+    Pieces,
+    Tensors,
+    Through,
+    appended,
+    compression,
+    projected,
+)
 
 if TYPE_CHECKING:  # an older nsa has no pages, and none is asked for there
     from perfbench.older_nsa import PagedCache
@@ -47,15 +53,10 @@ def attention(
     )
     cache = _joined(older_nsa.PagedCache([nsa], q.shape[0], q.shape[1], shape))
 
-    def compress(k: Tensor, v: Tensor, first_block: Tensor) -> KV:
-        return functional.compress_kv(k, v, first_block, config=nsa, phi_params=phi)
-
+    compress = compression(nsa, phi)
     outputs, blocks, engaged, judged = [], [], set[str](), set(rows)
     for begin, end in pieces:
         part = slice(begin, end)
-        kv_cmp, kv_sel, kv_win = (
-            (t[f"k_{b}"][:, part], t[f"v_{b}"][:, part]) for b in ("cmp", "sel", "win")
-        )
         with (
             _planned(cache, end - begin, stepping),
             engagement.collect() as counted,
@@ -65,7 +66,7 @@ def attention(
             if end - begin == 1:
                 o = _one_step(model, t, cache, part, path=path, fa2=fa2)
             if o is None:
-                view = cache.layers[0].append(kv_cmp, kv_sel, kv_win, compress=compress)
+                view = cache.layers[0].append(*appended(t, part), compress=compress)
                 o = decode_attention(
                     q[:, part], t["gates"][:, part], view, config=nsa, path=path, fa2=fa2
                 )
