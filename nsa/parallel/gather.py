@@ -157,14 +157,6 @@ class _Gather(torch.autograd.Function):
         return None, None, None, *sums
 
 
-def in_order(shards: Tensor) -> Tensor:
-    """[P, B, 2 n, ...] of the ranks -> [B, 2P n, ...], chunk 0 first."""
-    wanted = WantedItems(())
-    room = wanted.room(shards, shards.shape[1:], shards.shape[0])
-    wanted.lay_out(shards, room)
-    return room
-
-
 def by_rank(every: Tensor, P: int) -> Tensor:
     """The way back: [B, 2P n, ...] -> [P, B, 2 n, ...]."""
     chunks = every.unflatten(1, (2 * P, every.shape[1] // (2 * P)))

@@ -17,7 +17,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from nsa.documents import Packing
 from nsa.ops import flash
 from nsa.ops.interval import sliding
-from nsa.parallel.gather import by_rank, in_order, ordered_sum
+from nsa.parallel.gather import WantedItems, by_rank, ordered_sum
 from nsa.parallel.zigzag import Zigzag
 from tests.cases import error, randn
 from tests.nsa.parallel.four_ranks import CASES, MODELS
@@ -107,7 +107,10 @@ def test_ranks_hold_an_early_and_a_late_chunk() -> None:
     for rank, shard in enumerate(shards):
         assert torch.equal(Zigzag(rank, 3).positions(4, x.device), shard[0])
     stacked = torch.stack(shards)
-    assert torch.equal(in_order(stacked), x)
+    wanted = WantedItems(())
+    room = wanted.room(stacked, stacked.shape[1:], len(stacked))
+    wanted.lay_out(stacked, room)
+    assert torch.equal(room, x)
     assert torch.equal(by_rank(x, 3), stacked)
 
 
