@@ -23,6 +23,7 @@ from nsa.config import preset
 from nsa.model import TinyLM, next_token_labels
 from nsa.parallel import clip_grad_norm_, tensor_parallel_plan, whole_state_dict
 from tests.nsa.tensor_ranks import SMALL, gradients, whole_gradients, worst
+from tests.nsa.torchrun import end_together
 
 RANKS, TOKENS, CLIP = 4, 61, 0.05
 CONFIG = replace(
@@ -94,8 +95,7 @@ def rank_main(rank: int, out: Path) -> None:
     dist.all_gather_object(gathered, found)
     if rank == 0:
         out.write_text(json.dumps(gathered))
-    dist.barrier()
-    dist.destroy_process_group()
+    end_together()
 
 
 if __name__ == "__main__":

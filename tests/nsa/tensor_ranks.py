@@ -22,6 +22,7 @@ from nsa import NSAAttention, NSAConfig
 from nsa.config import preset
 from nsa.model import TinyLM, next_token_labels
 from nsa.parallel import tensor_parallel_plan, whole_state_dict
+from tests.nsa.torchrun import end_together
 
 SMALL = NSAConfig(
     cmp_block=8, cmp_stride=4, sel_block=8, num_selected=4, window=12, num_initial=1, num_local=1
@@ -157,8 +158,7 @@ def main() -> None:
     dist.all_gather_object(gathered, found)
     if dist.get_rank() == 0:
         Path(sys.argv[1]).write_text(json.dumps(gathered))
-    dist.barrier()
-    dist.destroy_process_group()
+    end_together()
 
 
 if __name__ == "__main__":

@@ -31,6 +31,7 @@ from nsa.parallel.gather import sum_over_ranks
 from nsa.parallel.layout import ShardedLayout
 from tests.cases import SMALL, error, magnitude, randn
 from tests.nsa.test_layer import DIM, attention, by_hand
+from tests.nsa.torchrun import end_together
 
 TOKENS = 128  # chunks of 16 on four ranks, of 32 on two; the window of 24 is between them
 DOCUMENTS = [0, 5, 5, 40, 41, 100, 121]
@@ -333,8 +334,7 @@ def main() -> None:
     }
     if dist.get_rank() == 0:
         Path(sys.argv[1]).write_text(json.dumps(found))
-    dist.barrier()
-    dist.destroy_process_group()
+    end_together()
 
 
 if __name__ == "__main__":
