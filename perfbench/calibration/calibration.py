@@ -90,8 +90,12 @@ class Calibration:
 
 
 def calibration_json(calibration: Calibration) -> str:
-    """The text of calibration.json; bounds and shares next to the counts."""
-    return json.dumps(_plain(calibration), indent=1, allow_nan=False) + "\n"
+    """The text of calibration.json, a line for each field; bounds and shares next to the counts."""
+    lines = (
+        f"{json.dumps(name)}:{json.dumps(value, separators=(',', ':'), allow_nan=False)}"
+        for name, value in _plain(calibration).items()
+    )
+    return "{" + ",\n".join(lines) + "}\n"
 
 
 def _plain(value: Any) -> Any:
