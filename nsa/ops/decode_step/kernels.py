@@ -434,6 +434,18 @@ def nsa_append_step(
         )
 
 
+@triton.jit
+def _pages_of_tile(TABLE, c0, end, newest, lap, num_win, BC: tl.constexpr, PAGE: tl.constexpr):
+    """Pages of the tile of keys from ``c0`` on: of its keys up to ``newest``, and of those behind,
+    which are of the lap before; -1 where there are none. One load a lap, not one a key, through
+    which no key is fetched ahead.
+    """
+    here = tl.load(TABLE + (c0 + lap) // PAGE, mask=(c0 < end) & (c0 <= newest), other=-1)
+    behind = (c0 < end) & (c0 + BC > newest + 1) & (lap > 0)
+    before = tl.load(TABLE + (c0 + lap - num_win) // PAGE, mask=behind, other=-1)
+    return here, before
+
+
 @triton.jit(do_not_specialize=["st_b", "C", "num_cmp", "num_win", "cmp_splits"])
 def nsa_interval_forward_both_split(
     Q,
@@ -500,6 +512,8 @@ def nsa_interval_forward_both_split(
         # slots of the ring behind the newest token's hold the lap before
         newest = tl.where(is_cmp, C, pos % num_win)
         lap = tl.where(is_cmp, 0, pos - pos % num_win)
+        if TILED:
+            here, before = _pages_of_tile(TABLE, begin, end, newest, lap, num_win, BC, PAGE)
     else:
         first = b * tl.where(is_cmp, num_cmp, num_win) * G + g
     for c0 in range(begin, end, BC):
@@ -507,12 +521,10 @@ def nsa_interval_forward_both_split(
         kept = c < end
         if PAGE:
             if TILED:
-                # one load a lap, not one a key, through which no key is fetched ahead
-                behind = (c0 + BC > newest + 1) & (lap > 0)
-                here = tl.load(TABLE + (c0 + lap) // PAGE, mask=c0 <= newest, other=-1)
-                before = tl.load(TABLE + (c0 + lap - num_win) // PAGE, mask=behind, other=-1)
                 page = tl.where(c <= newest, here, before)
                 slot = c % PAGE
+                # a tile ahead, so that the next tile's keys do not wait for the table
+                here, before = _pages_of_tile(TABLE, c0 + BC, end, newest, lap, num_win, BC, PAGE)
             else:
                 i = c + tl.where(c <= newest, lap, lap - num_win)
                 page = tl.load(TABLE + i // PAGE, mask=kept, other=-1)

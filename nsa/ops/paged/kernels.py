@@ -361,6 +361,14 @@ def nsa_scores_pages(
 
 
 @triton.jit
+def _page_of_slot(CHOSEN, TABLE, at, slots, J):
+    """(the block in slot ``at`` of a row, its page); -1 where there is none."""
+    block = tl.load(CHOSEN + at, mask=at < slots, other=-1)
+    page = tl.load(TABLE + block, mask=(block >= 0) & (block < J), other=-1)
+    return block, page
+
+
+@triton.jit
 def nsa_selected_forward_pages(
     Q,
     K,
@@ -409,13 +417,14 @@ def nsa_selected_forward_pages(
     m = tl.full([M], float("-inf"), tl.float32)
     l = tl.zeros([M], tl.float32)
     acc = tl.zeros([M, BDV], tl.float32)
+    CHOSEN, TABLE = BLOCKS + at_row * N + split * PER, TABLE + b * st_b
+    slots = tl.minimum(N - split * PER, PER)
+    block, page = _page_of_slot(CHOSEN, TABLE, 0, slots, J)
     for at in range(PER):
-        n = split * PER + at
-        block = tl.load(BLOCKS + at_row * N + n, mask=n < N, other=-1)
-        known = (block >= 0) & (block < J)
-        page = tl.load(TABLE + b * st_b + block, mask=known, other=-1)
         kept = (page >= 0) & (block * L + i < seen)
         token = (page.to(tl.int64) * L + i) * G + g
+        # a slot ahead, so that the next block's keys do not wait for the table
+        block, page = _page_of_slot(CHOSEN, TABLE, at + 1, slots, J)
         k = load_rows(K, token * D, kept, D, BD).to(q.dtype)
         v = load_rows(V, token * DV, kept, DV, BDV).to(q.dtype)
         m, l, acc = more(logits(q, k, kept[None, :], scale_log2, PREC), v, m, l, acc, PREC)
