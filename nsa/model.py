@@ -315,7 +315,8 @@ class DenseLM(_Decoder):
 
     def forward(self, ids_BT: Tensor, *, cache: Sequence[DenseCache] | None = None) -> Tensor:
         """ids int64 [B, T] -> logits [B, T, vocab_size]. With a ``cache`` (one a layer,
-        `new_cache`) the ids continue each row's sequence; `nsa.DecodeGraph` captures such a step.
+        `new_cache`) the ids continue each row's sequence; `nsa.DecodeGraph` captures such a step,
+        `nsa.ChunkGraph` one of several tokens.
 
         ValueError for caches that are not one a layer, with one history.
         """

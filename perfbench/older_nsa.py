@@ -92,6 +92,12 @@ def steps_in_chunks() -> bool:
     return _exists("nsa.decode.chunk_graph")
 
 
+def dense_steps_in_chunks() -> bool:
+    """Whether the dense twin's cache does, too: a step of it then has a row for each token."""
+    found = _first(("nsa.decode", "DenseStep"))
+    return found is not None and "row_BT11" in {one.name for one in fields(found)}
+
+
 def keeps_pages() -> bool:
     """Whether this nsa has a cache in pages: `nsa.decode.PagedCache`."""
     return _exists("nsa.decode.paged")

@@ -41,7 +41,7 @@ class TakesDenseSteps(Protocol):
 class DenseView:
     """What full causal attention of a chunk reads: K and V [B, S, G, D], the chunk's tokens among
     them, and the position of its first query: an int, or (while the cache steps) int64 [B], and as
-    int32 [B] in ``store_at``. Then rows of K and V beyond the query hold nothing.
+    int32 [B] in ``store_at``. Then rows of K and V beyond the last query hold nothing.
     """
 
     kv: KV
@@ -53,8 +53,8 @@ class DenseCache:
     """Preallocated keys and values of one layer with full causal attention; DenseLM fills it.
 
     All rows hold as many tokens. No gradient. While ``steps`` is not None (`nsa.decode.Steps`,
-    which DecodeGraph uses) it takes one token a row at a time, and the length is on the device,
-    too.
+    which DecodeGraph and ChunkGraph use) it takes a fixed number of tokens a row at a time, and the
+    length is on the device, too.
     """
 
     def __init__(self, batch: int, max_len: int, capacity: int, token: TokenShape) -> None:
@@ -103,7 +103,7 @@ class DenseCache:
         return sum(x.nbytes for x in self.kv)
 
     def next_step(self) -> DenseStep | None:
-        """Where the next token goes; None unless it steps."""
+        """Where the next tokens go; None unless it steps."""
         return None if self.steps is None else self.steps.next_dense()
 
     def append(self, kv: KV, *, step: DenseStep | None = None, stored: bool = True) -> DenseView:
@@ -119,7 +119,7 @@ class DenseCache:
             step = self.steps.next_dense() if step is None else step
             if stored:
                 for buffer, x in zip(self.kv, kv, strict=True):
-                    buffer.scatter_(1, step.row_B111.expand_as(x), x)
+                    buffer.scatter_(1, step.row_BT11.expand_as(x), x)
             self.steps.took(self)
             return self._view(kv, self.capacity, step.position_B, step.position_int32_B)
         T, start = kv[0].shape[1], self._length
@@ -154,7 +154,7 @@ class DenseCache:
         self.capacity = capacity
 
     def begin_steps(self, steps: TakesDenseSteps, raw: list[Tensor], win: list[Tensor]) -> None:
-        """Take one token a row from now on. Called by `Steps`; ``raw``, ``win``: of an NSACache."""
+        """Take a step's tokens from now on. Called by `Steps`; ``raw``, ``win``: of an NSACache."""
         self.steps = steps
 
     def end_steps(self, lengths: tuple[int, ...] | list[int], tail: list[Tensor]) -> None:

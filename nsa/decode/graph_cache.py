@@ -39,8 +39,9 @@ class Steps:
     Under torch.compile all steps are one graph: nothing in it has a length as a number, and the
     host learns what they took when it is asked, by waiting for the device.
 
-    ValueError for caches that do not hold the same, or that other Steps have already, and for a
-    DenseCache where ``tokens`` is not 1.
+    A DenseCache needs no rings: its step writes the tokens' own rows alone.
+
+    ValueError for caches that do not hold the same, or that other Steps have already.
     """
 
     def __init__(self, caches: Sequence[NSACache | DenseCache], tokens: int = 1) -> None:
@@ -108,8 +109,7 @@ class Steps:
     def next_dense(self) -> DenseStep:
         """As `next`, in caches of full causal attention."""
         self.check_room()
-        p_B = self.length_B.clone()
-        return DenseStep(p_B, p_B.int(), p_B[:, None, None, None])
+        return DenseStep.of(self.length_B.clone(), self.tokens)
 
     def append(
         self,
@@ -366,9 +366,4 @@ def _check_tokens(tokens: int, caches: Sequence[NSACache | DenseCache]) -> None:
         raise ValueError(
             f"got {tokens} tokens a step for caches of max_len={caches[0].max_len}; wanted at most"
             " as many; make the caches larger, or the steps smaller"
-        )
-    if tokens > 1 and any(isinstance(c, DenseCache) for c in caches):
-        raise ValueError(
-            f"got a DenseCache and {tokens} tokens a step; wanted 1; call the model without Steps"
-            " (or ChunkGraph) for chunks of more"
         )

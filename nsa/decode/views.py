@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, ClassVar, Protocol
+from typing import Any, Protocol, Self
 
 import torch
 from torch import Tensor, nn
@@ -163,19 +163,26 @@ class PagedView(View):
 
 @dataclass(frozen=True, slots=True)
 class DenseStep:
-    """As `Step`, of a layer with full causal attention: ``position_B`` int64, the same as int32,
-    and the row [B, 1, 1, 1] of K and V that takes the token.
+    """As `Step`, of layers with full causal attention: ``position_B`` int64 of the first token, the
+    same as int32, those of all tokens, and the rows [B, T, 1, 1] of K and V that take them.
     """
 
     position_B: Tensor
     position_int32_B: Tensor
-    row_B111: Tensor
+    positions_BT: Tensor
+    row_BT11: Tensor
 
-    tokens: ClassVar[int] = 1
+    @classmethod
+    def of(cls, position_B: Tensor, tokens: int) -> Self:
+        """Of ``tokens`` a row, the first at ``position_B``."""
+        positions_BT = position_B[:, None]
+        if tokens > 1:  # else two launches fewer
+            positions_BT = positions_BT + torch.arange(tokens, device=position_B.device)
+        return cls(position_B, position_B.int(), positions_BT, _as_rows(positions_BT))
 
     @property
-    def positions_BT(self) -> Tensor:
-        return self.position_B[:, None]
+    def tokens(self) -> int:
+        return self.positions_BT.shape[1]
 
 
 class Step:

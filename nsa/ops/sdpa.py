@@ -78,7 +78,8 @@ def cached(
     of a cache; keys beyond the last query are not read, or masked. ``kernel`` sdpa lets PyTorch
     choose, flash demands FA-2. Returns [B, T, HQ, DV].
 
-    SDPA's kernels under a mask split no keys: a program walks all keys of a kv head.
+    SDPA's kernels under a mask split no keys: a program walks all keys of a kv head. The mask of
+    several queries is [B or 1, T, S], in bool and in the dtype of q.
     """
     (B, T, num_heads, _), (S, G) = q_BTQD.shape, k_BSGD.shape[1:3]
     if scale <= 0:  # as in `causal`

@@ -25,6 +25,7 @@ from perfbench.matrix.peers import route_of_peer, why_not_peer
 from perfbench.older_nsa import (
     copy_min_elements,
     dense_keeps_a_cache,
+    dense_steps_in_chunks,
     has_training_loop,
     keeps_pages,
     sort_min_rows,
@@ -235,10 +236,15 @@ def _why_not_chunk_graph(cell: Cell) -> str | None:
             f", seq_len={cell.seq_len} and chunk={cell.chunk}: a graph holds whole chunks alone;"
             " wanted seq_len a multiple of chunk; change one, or leave cuda_graph off"
         )
-    if cell.is_dense:
+    if cell.path == "dense_flash":
         return (
-            f" and path={cell.path}: a dense twin's cache takes one token a captured step; wanted"
-            " cuda_graph=off for it; exclude this one"
+            f" and path={cell.path}: FA-2 takes no positions that are on the device; wanted"
+            " cuda_graph=off, or path=dense_triton or dense_fa3; exclude this one"
+        )
+    if cell.is_dense and not dense_steps_in_chunks():
+        return (
+            f" and path={cell.path}: the dense twin of this nsa takes one token a captured step;"
+            " wanted a newer revision, or cuda_graph=off for it; leave it out with --only"
         )
     return None
 

@@ -4,6 +4,7 @@ next to another.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -15,11 +16,12 @@ from torch import Tensor
 
 from nsa import ChunkGraph, DecodeGraph, NSAConfig, RouteError
 from nsa.blocks import BlockGrid
+from nsa.capability import probe
 from nsa.config import ModelConfig
 from nsa.decode import LayerGraphs
 from nsa.decode.cache import NSACache
 from nsa.decode.graph_cache import Steps
-from nsa.model import TinyLM
+from nsa.model import DenseLM, TinyLM
 from tests.cases import SMALL, error, magnitude
 
 DEVICE, VOCABULARY = "cuda", 256
@@ -140,6 +142,53 @@ def test_replayed_chunks_are_eager_chunks(
     ids = ids_of(len(lengths), 1, seed=99)
     got, want = model(ids, cache=cache), model(ids, cache=plain)
     assert error(got, want) <= 1e-4 * max(1.0, magnitude(want))
+
+
+@pytest.mark.parametrize("kind", ["dense", "dense_triton", "dense_fa3"])
+# few queries a tile of heads, which split the keys, and many
+@pytest.mark.parametrize(
+    ("batch", "begin", "tokens"), [(3, 33, 8), (3, 0, 24), (1, 511, 256)], ids=str
+)
+@torch.no_grad()
+def test_replayed_dense_chunks_are_eager_chunks(
+    kind: str, batch: int, begin: int, tokens: int
+) -> None:
+    """The last one fills the cache. FA-3 computes in bf16, and is refused by name where it is not
+    installed.
+    """
+    torch.manual_seed(1)
+    dtype = torch.bfloat16 if kind == "dense_fa3" else torch.float32
+    model = DenseLM(PAPER, kind).to(DEVICE, dtype)
+    caches = [model.new_cache(batch, begin + 3 * tokens) for _ in range(2)]
+    if kind == "dense_fa3" and (reason := probe(DEVICE).fa3_reason):
+        with pytest.raises(RouteError, match=re.escape(reason)):
+            ChunkGraph(model, caches[0], tokens)
+        return
+    if begin:
+        for one in caches:
+            model(ids_of(batch, begin), cache=one)
+    plain, cache = caches
+    graph = ChunkGraph(model, cache, tokens)
+    assert graph.engaged == {"dense." + {"dense": "sdpa"}.get(kind, kind[6:]): 3}
+    tolerance = 8 * 2**-8 if kind == "dense_fa3" else 1e-4
+    for chunk in range(3):
+        ids = ids_of(batch, tokens, seed=chunk)
+        with no_sync():
+            got = graph(ids)
+        want = model(ids, cache=plain)
+        assert error(got, want) <= tolerance * max(1.0, magnitude(want)), chunk
+        assert cache[2].lengths == plain[2].lengths
+        read = cache[2].keys_read["dense"]
+        assert torch.equal(read, plain[2].keys_read["dense"].expand_as(read)), chunk
+    with pytest.raises(ValueError, match=f"wanted at most max_len={begin + 3 * tokens}"):
+        graph(ids)
+    if not begin:  # other prompts over what the first left
+        graph.forget_all()
+        got = graph(ids)
+        want = model(ids, cache=model.new_cache(batch, tokens))
+        assert error(got, want) <= tolerance * max(1.0, magnitude(want))
+    graph.close()
+    assert cache[2].lengths == (begin + 3 * tokens if begin else tokens,) * batch
 
 
 @PATHS

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import pytest
 import torch
 
@@ -9,6 +12,7 @@ from nsa.config import ModelConfig
 from nsa.decode import ChunkGraph, DecodeGraph
 from nsa.decode.graph_cache import Steps
 from nsa.model import DenseLM
+from nsa.routing import RouteError
 from tests.cases import assert_parity
 from tests.nsa.test_decode_step import model_of
 from tests.nsa.test_decoding import graphs as graphs
@@ -48,12 +52,27 @@ def test_chunks_that_step_are_chunks(tokens: int, lengths: tuple[int, int]) -> N
     )
 
 
+def dense_of() -> DenseLM:
+    torch.manual_seed(1)
+    return DenseLM(ModelConfig.from_mapping({"preset": "tiny"}))
+
+
+@pytest.mark.parametrize(
+    ("made", "engaged"),
+    [
+        (model_of, {"cmp.sdpa": 2, "sel.masked": 2, "sel.sdpa": 2, "win.sdpa": 2}),
+        (dense_of, {"dense.sdpa": 2}),
+    ],
+    ids=["nsa", "dense"],
+)
 @torch.no_grad()
-def test_a_graph_takes_prompts_chunk_by_chunk(graphs: list[str]) -> None:
-    model = model_of().double()
+def test_a_graph_takes_prompts_chunk_by_chunk(
+    graphs: list[str], made: Callable[[], Any], engaged: dict[str, int]
+) -> None:
+    model = made().double()
     cache = model.new_cache(2, ROOM)
     graph = ChunkGraph(model, cache, 24)
-    assert graph.engaged == {"cmp.sdpa": 2, "sel.masked": 2, "sel.sdpa": 2, "win.sdpa": 2}
+    assert graph.engaged == engaged
     for prompt in (ids_of(2, 72, 1), ids_of(2, 48, 2)):  # the second over what the first left
         whole = model(prompt)
         for begin in range(0, prompt.shape[1], 24):
@@ -96,6 +115,10 @@ def test_what_chunks_refuse(graphs: list[str]) -> None:
     later = ChunkGraph(model, cache, 8)
     with pytest.raises(ValueError, match=r"rows that began with \[24\] tokens"):
         later.forget_all()
-    dense = DenseLM(ModelConfig.from_mapping({"preset": "tiny"}))
-    with pytest.raises(ValueError, match="got a DenseCache and 8 tokens a step; wanted 1"):
-        ChunkGraph(dense, dense.new_cache(1, 40), 8)  # type: ignore[arg-type]
+    dense = DenseLM(ModelConfig.from_mapping({"preset": "tiny"}), "dense_flash")
+    own = dense.new_cache(1, 40)
+    with pytest.raises(
+        RouteError, match="FA-2 of PyTorch takes no positions that are on the device"
+    ):
+        ChunkGraph(dense, own, 8)
+    assert all(c.steps is None and c.lengths == (0,) for c in own)

@@ -37,16 +37,20 @@ def layer_of(kind: str = "dense", **nsa: Any) -> DenseAttention:
 
 
 @torch.no_grad()
-def in_chunks(layer: DenseAttention, x: Tensor, cuts: Sequence[int], steps_from: int) -> Tensor:
-    """By a cache that begins with room for 3 tokens; from ``steps_from`` on by static steps."""
+def in_chunks(
+    layer: DenseAttention, x: Tensor, cuts: Sequence[int], steps_from: int, tokens: int = 1
+) -> Tensor:
+    """By a cache that begins with room for 3 tokens; from ``steps_from`` on by static steps of
+    ``tokens``.
+    """
     cache = layer.new_cache(x.shape[0], x.shape[1], initial_len=3)
     bounds = [b for b in (0, *cuts) if b < steps_from] + [steps_from]
     parts = [layer(x[:, a:b], cache=cache) for a, b in itertools.pairwise(bounds)]
     if steps_from < x.shape[1]:
-        steps = Steps([cache])
-        for t in range(steps_from, x.shape[1]):
+        steps = Steps([cache], tokens)
+        for t in range(steps_from, x.shape[1], tokens):
             assert cache.lengths == (t,) * x.shape[0]
-            parts.append(layer(x[:, t : t + 1], cache=cache))
+            parts.append(layer(x[:, t : t + tokens], cache=cache))
         steps.end()
     assert cache.lengths == (x.shape[1],) * x.shape[0]
     return torch.cat(parts, 1)
@@ -62,12 +66,54 @@ def test_chunks_steps_and_the_whole_are_one(kind: str) -> None:
         assert_parity(got, whole, f"{kind} {cuts} {steps_from}")
 
 
+# 48 tokens of 2 heads a kv head are more rows than a tile of few queries has
+@pytest.mark.parametrize(("begin", "tokens"), [(0, 5), (7, 48)])
+@pytest.mark.parametrize("batch", [1, 3])
+@pytest.mark.parametrize("kind", KINDS)
+@torch.no_grad()
+def test_chunks_that_step_are_the_whole(kind: str, batch: int, begin: int, tokens: int) -> None:
+    """The last one fills the cache; one that is run again takes its own place; rows beyond a query
+    hold large numbers; afterwards the cache is an ordinary one.
+    """
+    room = begin + 2 * tokens
+    x = randn(batch, room, 24, seed=1, dtype=DTYPE)
+    layer, plain = layer_of(kind), layer_of()
+    cache, whole = layer.new_cache(batch, room), plain(x)
+    for buffer in cache.kv:
+        buffer.fill_(1e6)
+    if begin:
+        layer(x[:, :begin], cache=cache)
+    steps = Steps([cache], tokens)
+    with pytest.raises(ValueError, match=f"a chunk of 1 tokens .*; wanted {tokens} tokens"):
+        layer(x[:, :1], cache=cache)
+    layer(x.flip(1)[:, :tokens], cache=cache)
+    steps.forget_last()
+    for t in (begin, begin + tokens):
+        got = layer(x[:, t : t + tokens], cache=cache)
+        assert_parity(got, whole[:, t : t + tokens], t)
+        assert cache.lengths == (t + tokens,) * batch == tuple(steps.length_B.tolist())
+        seen = torch.arange(t, t + tokens).expand(batch, -1) + 1
+        assert torch.equal(cache.keys_read["dense"], seen)
+    if not begin:  # another prompt over what the first left
+        steps.forget_all()
+        other = randn(batch, tokens, 24, seed=2, dtype=DTYPE)
+        assert_parity(layer(other, cache=cache), plain(other), "another prompt")
+        steps.end()
+        last = randn(batch, 1, 24, seed=3, dtype=DTYPE)
+        want = plain(torch.cat([other, last], 1))[:, -1:]
+        assert_parity(layer(last, cache=cache), want, "a token afterwards")
+        return
+    with pytest.raises(ValueError, match=f"would hold {room + tokens} tokens; wanted at most"):
+        layer(x[:, :tokens], cache=cache)
+
+
 def test_the_layers_own_options_hold_in_a_cache() -> None:
     x = randn(2, 9, 24, seed=1, dtype=DTYPE)
     for options in ({"qk_norm": True}, {"rope": "half"}, {"rope": "none"}):
         layer = layer_of(**options)
         with torch.no_grad():
             assert_parity(in_chunks(layer, x, [4], 6), layer(x), str(options))
+            assert_parity(in_chunks(layer, x, [2], 3, tokens=3), layer(x), f"{options} by 3")
 
 
 @pytest.mark.parametrize("starts", [4, [4, 0, 11]], ids=["alike", "ragged"])
@@ -125,7 +171,9 @@ def test_fa3_stores_by_itself_at_the_position(monkeypatch: pytest.MonkeyPatch) -
     x = randn(2, 12, 24, seed=1, dtype=DTYPE)
     with torch.no_grad():
         assert_parity(in_chunks(layer, x, [5], 7), layer(x), "fa3")
-    assert len(given) == 2 + 5
+        assert len(given) == 2 + 5
+        assert_parity(in_chunks(layer, x, [], 4, tokens=4), layer(x), "fa3 by 4")
+    assert len(given) == 2 + 5 + 1 + 2
 
 
 def test_routes_of_a_dense_cache() -> None:

@@ -4,7 +4,9 @@ refused.
 
 from __future__ import annotations
 
-from dataclasses import replace
+import pathlib
+from dataclasses import dataclass, replace
+from typing import Any
 
 import pytest
 import torch
@@ -12,18 +14,24 @@ from torch import Tensor
 
 from nsa.decode import Steps
 from perfbench import older_nsa
-from perfbench.matrix import attention_calls
+from perfbench.gate.judging import judge
+from perfbench.matrix import attention_calls, load_matrix
+from perfbench.matrix.policy import GatePolicy
 from perfbench.records.job import Job
 from perfbench.records.rows import Status
+from perfbench.report.rows import rows_of
 from perfbench.worker import measure, operators
 from perfbench.worker.workloads import workload
+from tests.perfbench import builders as b
 from tests.perfbench.jobs import TINY
 from tests.perfbench.measure_cases import run
 from tests.perfbench.test_cache_steps import cached
 from tests.perfbench.test_decode_graph import HollowGrapher, captured
 from tests.perfbench.test_graphs import FakeGrapher
+from tests.perfbench.test_plan import H100, build
 
 pytestmark = pytest.mark.usefixtures("one_thread", "light")
+ROOT = pathlib.Path(__file__).parents[2]
 
 
 @pytest.fixture(autouse=True)
@@ -31,9 +39,9 @@ def _fake_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(workload, "CudaGrapher", FakeGrapher)
 
 
-def prompt(*, graph: bool = True, seq_len: int = 120, chunk: int = 40) -> Job:
+def prompt(path: str = "masked", *, graph: bool = True, seq_len: int = 120, chunk: int = 40) -> Job:
     made = captured if graph else cached
-    return made(kind="chunked_prefill", seq_len=seq_len, chunk=chunk, batch=2)
+    return made(path, kind="chunked_prefill", seq_len=seq_len, chunk=chunk, batch=2)
 
 
 def test_a_row_is_the_eager_cells_but_for_what_ran_it() -> None:
@@ -49,8 +57,30 @@ def test_a_row_is_the_eager_cells_but_for_what_ran_it() -> None:
     assert row.step_proof is not None and row.step_proof.ok
 
 
-def test_each_replay_begins_with_empty_caches() -> None:
-    work = workload.build(prompt())
+def test_the_dense_twin_is_proved_and_timed_from_a_graph_too(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    row, eager = run(prompt("dense")), run(prompt("dense", graph=False))
+    assert (row.status, row.reason, row.engaged_by) == (Status.OK, "", "capture")
+    due = 3 * TINY.num_layers * row.steps_per_sample * len(row.samples_s)
+    assert row.engaged == {"dense.sdpa": due}
+    assert row.cache == eager.cache, "which needs no rings"
+    assert row.parity is not None and {"o", "layer"} == set(row.parity.tensors)
+    assert row.step_proof is not None and row.step_proof.ok
+    real = Steps.next_dense
+
+    def late(self: Steps) -> Any:
+        step = real(self)
+        return replace(step, row_BT11=(step.row_BT11 - 1).clamp(min=0))
+
+    monkeypatch.setattr(Steps, "next_dense", late)
+    wrong = run(prompt("dense"))
+    assert wrong.status is Status.PARITY and wrong.tok_per_s is None
+
+
+@pytest.mark.parametrize("path", ["masked", "dense"])
+def test_each_replay_begins_with_empty_caches(path: str) -> None:
+    work = workload.build(prompt(path))
     lengths: list[list[int]] = []
     logits: list[Tensor] = []
     hooks = [
@@ -118,7 +148,8 @@ def test_chunks_that_forget_the_window_are_caught(monkeypatch: pytest.MonkeyPatc
     ("changes", "why"),
     [
         ({"seq_len": 100}, "seq_len=100 and chunk=40: a graph holds whole chunks alone"),
-        ({"path": "dense", "fa2": "n/a"}, "a dense twin's cache takes one token a captured step"),
+        ({"path": "dense_flash", "fa2": "n/a"}, "FA-2 takes no positions that are on the device"),
+        ({"path": "dense_cudnn", "fa2": "n/a"}, "path=dense_cudnn: it keeps no cache"),
         ({"path": "v2", "fa2": "on"}, "where FA-2's window takes none; wanted fa2=off"),
         ({"path": "v1", "fa2": "off"}, "its loop runs on the host, which no graph holds"),
         ({"compile": "on"}, "compile=on with workload=chunked_prefill: the lengths of a cache"),
@@ -134,3 +165,45 @@ def test_an_older_nsa_is_not_asked_for_it(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(attention_calls, "steps_in_chunks", lambda: False)
     reason = attention_calls.why_not(prompt().axes, TINY) or "served"
     assert "this nsa has no nsa.decode.ChunkGraph; wanted a newer revision" in reason
+
+
+@pytest.mark.parametrize("path", ["dense", "dense_triton", "dense_fa3"])
+def test_an_older_dense_twin_is_not_asked_for_it(
+    monkeypatch: pytest.MonkeyPatch, path: str
+) -> None:
+    cell = replace(prompt("dense").axes, path=path)
+    assert older_nsa.dense_steps_in_chunks() and attention_calls.why_not(cell, TINY) is None
+
+    @dataclass(frozen=True)
+    class DenseStep:  # of one token
+        position_B: Tensor
+        row_B111: Tensor
+
+    monkeypatch.setattr("nsa.decode.DenseStep", DenseStep)
+    assert not older_nsa.dense_steps_in_chunks()
+    reason = attention_calls.why_not(cell, TINY) or "served"
+    assert f"path={path}: the dense twin of this nsa takes one token a captured step" in reason
+    monkeypatch.delattr("nsa.decode.DenseStep")
+    assert not older_nsa.dense_steps_in_chunks()
+
+
+def test_captured_chunks_of_the_decode_matrix_have_a_dense_twin() -> None:
+    """And x dense is against it, not against the eager one, however fast."""
+    made = build(load_matrix(str(ROOT / "matrices" / "decode-h100.yaml")), H100)
+    lengths, asked = (
+        (8192, 65536),
+        "cuda_graph=on,path=dense_fa3,seq_len={},workload=chunked_prefill",
+    )
+    assert {asked.format(n) for n in lengths} <= {one.cell_id for one in made.excluded}, (
+        "where fa3-fwd is not installed"
+    )
+    cells = [cell for cell in made.cells if cell.axes.workload == "chunked_prefill"]
+    speeds = {"triton": 1000.0, "dense_flash": 4000.0, "dense_triton": 500.0}
+    rows = [b.replicate(cell, 0, tok_per_s=speeds[cell.axes.path]) for cell in cells]
+    found = b.with_rows(b.make_run(cells), rows)
+    x_dense = {
+        row.cell.axes.seq_len: row.x_dense
+        for row in rows_of(found, judge(found, None, GatePolicy()))
+        if (row.cell.axes.path, row.cell.axes.cuda_graph) == ("triton", "on")
+    }
+    assert x_dense == dict.fromkeys(lengths, pytest.approx(2.0))

@@ -205,7 +205,7 @@ def test_a_captured_dense_step_is_proved_and_says_what_it_read(
 
     def late(self: Steps) -> Any:
         step = real(self)
-        return replace(step, row_B111=(step.row_B111 - 1).clamp(min=0))
+        return replace(step, row_BT11=(step.row_BT11 - 1).clamp(min=0))
 
     monkeypatch.setattr(Steps, "next_dense", late)
     wrong = run(captured("dense"))

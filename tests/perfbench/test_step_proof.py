@@ -133,6 +133,16 @@ def test_the_functions_of_each_path(path: str) -> None:
         assert step_of(cached(path, "decode", batch=2)).tensors["logits"] <= 1 / MARGIN
 
 
+@pytest.mark.usefixtures("large")
+@pytest.mark.parametrize("path", ["dense_triton", "dense_fa3"])
+def test_a_long_prefill_by_a_kernel_of_caches_alone(path: str) -> None:
+    """Its twin is by SDPA: the kernel takes no sequence without a cache."""
+    asked = cached("dense", "chunked_prefill", batch=2)
+    work = workload.build(asked)
+    line = prove(work, asked.model_copy(update={"axes": replace(asked.axes, path=path)}), TINY)
+    assert_clear(line, "logits")
+
+
 def test_a_layer_is_computed_again(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(twin, "TOKENS_TO_RECOMPUTE", 1)
     assert_clear(step_of(of()), *LEARNING, "blocks")

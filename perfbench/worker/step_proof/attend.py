@@ -25,7 +25,7 @@ from nsa.functional import (
     selected_attention,
     sliding_attention,
 )
-from nsa.routing import Path
+from nsa.routing import DENSE, DENSE_KINDS, Path
 from perfbench.older_nsa import KV, View
 from perfbench.records import Cell
 from perfbench.worker.step_proof.blocks import sampled
@@ -79,7 +79,9 @@ class Attention:
                 return self._dense_with_cache(layer, heads)
             if plain:
                 return masked_attention(q, k, v, causal(q, k.shape[1], 0))
-            o: Tensor = FullAttention(self.model, self.cell.path)(q, k, v)
+            # kernels that serve a cache alone take no whole sequence: SDPA's stands in
+            kind = self.cell.path if self.cell.path in DENSE_KINDS else DENSE
+            o: Tensor = FullAttention(self.model, kind)(q, k, v)
             return o.to(wide)
         assert heads.gates is not None
         keys = self._keys(layer, heads, inside)
