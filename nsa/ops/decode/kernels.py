@@ -35,7 +35,7 @@ SMALL_PROGRAMS = 1024
 LEAST_KEYS, LEAST_KEYS_BANDED = 128, 64  # a split, so that its part is worth the sum
 AT_ONCE = 32  # parts that a program sums at a time
 
-_BRANCH = {"BANDED": "_band"}  # as in nsa.ops.interval.kernels
+_BRANCH = {"BANDED": "_band"}  # as in nsa.ops.interval.tile_loads
 
 
 @triton.jit
@@ -53,7 +53,7 @@ def _seen(
     DOCS: tl.constexpr,
     BANDED: tl.constexpr,
 ):
-    """(lo, hi) of queries t: as in the kernel of many queries (nsa.ops.interval.kernels)."""
+    """(lo, hi) of queries t: as in the kernel of many queries (nsa.ops.interval.tile_loads)."""
     pos = t + q0
     if RAGGED:
         pos = t + tl.load(Q0 + b).to(tl.int32)
@@ -390,8 +390,8 @@ def interval(
     splits: int | None = None,
     tiles: tuple[int, int, int] | None = None,
 ) -> None:
-    """As `nsa.ops.interval.kernels.forward`, of `few_queries`, into contiguous (o, lse); last
-    dimensions are contiguous.
+    """As `nsa.ops.interval.forward_kernels.forward`, of `few_queries`, into contiguous (o, lse);
+    last dimensions are contiguous.
     """
     (B, T, HQ, D), (C, G, DV) = q.shape, v.shape[1:]
     H, banded = HQ // G, width is not None

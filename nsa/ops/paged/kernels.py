@@ -31,7 +31,7 @@ from nsa.ops.kernels.launch import launch
 from nsa.ops.paged.pages import KV, LayerPages, Pages
 from nsa.ops.scores.kernels import CANDIDATES, nsa_choose, ranked
 
-_BRANCH = {"BANDED": "_band"}  # as in nsa.ops.interval.kernels
+_BRANCH = {"BANDED": "_band"}  # as in nsa.ops.interval.tile_loads
 
 
 @triton.jit
@@ -510,7 +510,7 @@ def interval(
     scale: float,
 ) -> KV:
     """(o [B, T, HQ, DV], lse to base 2 [B, T, HQ]) of `few_queries` q [B, T, HQ, D]; as
-    `nsa.ops.interval.kernels.forward` of the keys that ``group`` holds.
+    `nsa.ops.interval.forward_kernels.forward` of the keys that ``group`` holds.
     """
     (B, T, HQ, D), (P, G, DV) = q.shape, group.v.shape[1:]
     H, banded = HQ // G, width is not None
