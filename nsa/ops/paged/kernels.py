@@ -554,19 +554,7 @@ def interval(
         num_warps=tiles[1],
         num_stages=tiles[2],
     )
-    if splits > 1:
-        launch(
-            contiguous.nsa_interval_sum,
-            (B * T * HQ,),
-            *part,
-            *into,
-            splits,
-            DV,
-            padded(DV),
-            contiguous.AT_ONCE,
-            banded,
-            num_warps=contiguous.SUM_WARPS,
-        )
+    contiguous.sum_interval(part, into, splits, banded=banded)
     return into
 
 
@@ -677,18 +665,7 @@ def selected(q: Tensor, blocks: Tensor, pages: LayerPages, *, scale: float) -> K
         num_pages=-(-pages.max_tokens // L),
         scale=scale,
     )
-    if splits > 1:
-        launch(
-            contiguous.nsa_selected_sum_splits,
-            (B * T * HQ,),
-            *part,
-            *into,
-            splits,
-            DV,
-            padded(DV),
-            contiguous.AT_ONCE,
-            num_warps=contiguous.SUM_WARPS,
-        )
+    contiguous.sum_selected(part, into, splits)
     return into
 
 
