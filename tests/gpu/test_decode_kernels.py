@@ -13,7 +13,7 @@ import triton
 from torch import Tensor
 
 from nsa.decode.graph import capture, warm_up
-from nsa.ops.interval import kernels as interval
+from nsa.ops.interval import forward_kernels
 from nsa.ops.selected.triton import kernels as selected
 from tests.cases import assert_lse, error, magnitude
 from tests.gpu.test_parity import full_precision_matmuls  # noqa: F401
@@ -88,10 +88,12 @@ def test_interval_of_a_long_sequence(
         "first": None,
         "scale": q.shape[3] ** -0.5,
     }
-    o, lse = interval.forward(q, k, v, q_start=starts, **given)
+    o, lse = forward_kernels.forward(q, k, v, q_start=starts, **given)
     assert_pair((o, lse), softmax(q, k, v, seen(starts[:, None], k.shape[1], block, stride, width)))
     for _ in range(2):
-        assert all(map(torch.equal, interval.forward(q, k, v, q_start=starts, **given), (o, lse)))
+        assert all(
+            map(torch.equal, forward_kernels.forward(q, k, v, q_start=starts, **given), (o, lse))
+        )
 
 
 @DTYPE
@@ -134,7 +136,7 @@ def test_a_few_queries(branch: str, shape: str, dtype: torch.dtype) -> None:
         "first": None,
         "scale": q.shape[3] ** -0.5,
     }
-    o, lse = interval.forward(q, k, v, q_start=starts, **given)
+    o, lse = forward_kernels.forward(q, k, v, q_start=starts, **given)
     kept = seen(starts[:, None] + torch.arange(4, device=DEVICE), k.shape[1], block, stride, width)
     assert (~kept.any(-1)).any() == (branch == "cmp")
     assert_pair((o, lse), softmax(q, k, v, kept))
@@ -156,10 +158,12 @@ def test_a_graph_goes_on_as_the_lengths_advance(shape: str, dtype: torch.dtype) 
 
     def step() -> None:
         common: dict[str, Any] = {"q_start": starts, "scale": scale}
-        kept["cmp"] = interval.forward(
+        kept["cmp"] = forward_kernels.forward(
             q, k_cmp, v_cmp, block=32, stride=16, width=None, first=None, **common
         )
-        kept["win"] = interval.forward(q, k, v, block=1, stride=1, width=512, first=None, **common)
+        kept["win"] = forward_kernels.forward(
+            q, k, v, block=1, stride=1, width=512, first=None, **common
+        )
         kept["sel"] = selected.forward(q, k, v, blocks, sel_block=64, **common)
 
     device = torch.device(DEVICE, torch.cuda.current_device())
@@ -184,10 +188,12 @@ def launches() -> dict[str, Callable[[int], Any]]:
     blocks = torch.zeros(1, 1, 1, 16, device=DEVICE, dtype=torch.int32)
     given: dict[str, Any] = {"block": 1, "stride": 1, "first": None, "scale": 0.125}
     return {
-        "cmp": lambda n: interval.forward(
+        "cmp": lambda n: forward_kernels.forward(
             q, k[:, :n], v[:, :n], width=None, q_start=n - 1, **given
         ),
-        "win": lambda n: interval.forward(q, k[:, :n], v[:, :n], width=512, q_start=n - 1, **given),
+        "win": lambda n: forward_kernels.forward(
+            q, k[:, :n], v[:, :n], width=512, q_start=n - 1, **given
+        ),
         "sel": lambda n: selected.forward(
             q, k[:, :n], v[:, :n], blocks, sel_block=64, q_start=n - 1, scale=0.125
         ),

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from nsa.ops import interval
 from nsa.ops.decode import kernels as decode
-from nsa.ops.interval import kernels as interval_kernels
+from nsa.ops.interval import forward_kernels
 from nsa.ops.selected import triton as operator
 from nsa.ops.selected.triton import kernels as selected
 from tests import oracle
@@ -67,7 +67,7 @@ def split(q: Tensor, k: Tensor, v: Tensor, *, splits: int, **given: Any) -> Pair
 def of_one_head(q: Tensor, k: Tensor, v: Tensor, **given: Any) -> Pair:
     """The kernel of many queries: a tile of one head, all of its keys."""
     tiles = {"BM": 16, "BC": 16, "num_warps": 1, "num_stages": 1}
-    return interval_kernels.forward(q, k, v, tiles=tiles, **given)
+    return forward_kernels.forward(q, k, v, tiles=tiles, **given)
 
 
 # The interval of keys.
@@ -192,7 +192,7 @@ def test_the_branch_takes_it_where_queries_are_few(monkeypatch: pytest.MonkeyPat
     assert called == [3]
     monkeypatch.setattr(decode, "MAX_ROWS", 0)
     assert torch.equal(
-        interval_kernels.forward(q, k, v, **given)[0], interval.attend(q, k, v, **given)[0]
+        forward_kernels.forward(q, k, v, **given)[0], interval.attend(q, k, v, **given)[0]
     )
     assert called == [3]
 

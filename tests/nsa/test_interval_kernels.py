@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from nsa.ops import interval
-from nsa.ops.interval import kernels as interval_kernels
-from nsa.ops.interval import parts
+from nsa.ops.interval import backward as interval_backward
+from nsa.ops.interval import backward_kv_kernels, backward_q_kernels, forward_kernels, parts
 from nsa.ops.kernels import common, products
 from nsa.ops.scores import kernels as scores
 from tests import oracle
@@ -192,13 +192,13 @@ def test_layouts_of_inputs(kind: str) -> None:
 
     def everything(q: Tensor, k: Tensor, v: Tensor, do: Tensor) -> list[Tensor]:
         k, v, do = k[:, :9], v[:, :9], do.contiguous()  # as the operators hand it over
-        o, lse = interval_kernels.forward(q, k, v, **geometry)
+        o, lse = forward_kernels.forward(q, k, v, **geometry)
         blocks = scores.choose(q, k, lse, q_start=0, first=None, **chosen)
         return [
             o,
             lse,
             blocks,
-            *interval_kernels.backward(do, q, k, v, lse, products.row_products(o, do), **geometry),
+            *interval_backward.backward(do, q, k, v, lse, products.row_products(o, do), **geometry),
         ]
 
     for a, b in zip(everything(*plain), everything(*other), strict=True):
@@ -223,16 +223,17 @@ def test_descriptors_are_made_for_calls_of_many_elements_only(
         return found
 
     def everything() -> list[Tensor]:
-        o, lse = interval_kernels.forward(q[:1], k[:1], v[:1], **geometry)
+        o, lse = forward_kernels.forward(q[:1], k[:1], v[:1], **geometry)
         return [
             o,
             lse,
-            *interval_kernels.backward(
+            *interval_backward.backward(
                 do[:1], q[:1], k[:1], v[:1], lse, products.row_products(o, do[:1]), **geometry
             ),
         ]
 
-    monkeypatch.setattr(interval_kernels, "described", watched)
+    for module in (forward_kernels, backward_q_kernels, backward_kv_kernels):
+        monkeypatch.setattr(module, "described", watched)
     want = everything()
     monkeypatch.setattr(common, "COPY_MIN_ELEMENTS", least)
     for a, b in zip(everything(), want, strict=True):
@@ -271,16 +272,16 @@ def test_a_grid_that_is_full_gives_the_same_gradients(
     q, k, v = qkv(Case(330, 1, 16, 16, 1), seed=1)
     do, grid = randn(*q.shape, seed=5), {"block": 1, "stride": 1, "width": 24}
     geometry = {**grid, "q_start": 0, "first": None, "scale": 0.25}
-    o, lse = interval_kernels.forward(q, k, v, **geometry)
+    o, lse = forward_kernels.forward(q, k, v, **geometry)
     delta = products.row_products(o, do)
-    want = interval_kernels.backward(do, q, k, v, lse, delta, **geometry)
-    monkeypatch.setattr(interval_kernels, "GRID_LIMIT", limit)
-    got = interval_kernels.backward(do, q, k, v, lse, delta, **geometry)
+    want = interval_backward.backward(do, q, k, v, lse, delta, **geometry)
+    monkeypatch.setattr(backward_kv_kernels, "GRID_LIMIT", limit)
+    got = interval_backward.backward(do, q, k, v, lse, delta, **geometry)
     assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
 
 
 def test_grids_fit_at_five_million_keys() -> None:
-    assert interval_kernels._grid_kv(8, 1, 65_535) == (8, 1, 65_535)
+    assert backward_kv_kernels._grid_kv(8, 1, 65_535) == (8, 1, 65_535)
     for tiles in (65_536, 5 * 2**20 // 64, 5 * 2**20 // 32):
-        x, y, z = interval_kernels._grid_kv(8, 3, tiles)
+        x, y, z = backward_kv_kernels._grid_kv(8, 3, tiles)
         assert y == 3 and z <= 65_535 and x % 8 == 0 and tiles <= x // 8 * z < tiles + x // 8

@@ -11,7 +11,8 @@ import pytest
 import torch
 
 import nsa.ops.interval
-from nsa.ops.interval import kernels as interval
+from nsa.ops.interval import forward_kernels
+from nsa.ops.interval.tile_sizes import RoleSizes
 from tests.cases import randn
 from tests.nsa import warp_roles_machine as machine
 from tests.nsa.kernel_cases import poisoned_memory  # noqa: F401
@@ -34,8 +35,8 @@ def test_forward_with_warp_roles(
     C = (start + 100 - 8) // 4 + 1
     k, v = (randn(2, C, 2, 64, seed=n).half() for n in (2, 3))
     where = {"block": 8, "stride": 4, "width": None, "q_start": start, "first": None, "scale": 0.3}
-    sizes = interval.RoleSizes(BC, 2, groups, 128, 160)
-    o, lse = interval.forward(q, k, v, **where, roles=sizes)
+    sizes = RoleSizes(BC, 2, groups, 128, 160)
+    o, lse = forward_kernels.forward(q, k, v, **where, roles=sizes)
     s = torch.einsum("btghd,bcgd->btghc", q.double().unflatten(2, (2, heads)), k.double()) * 0.3
     ends = torch.arange(C) * 4 + 7
     seen = ends <= (start + torch.arange(100))[:, None]

@@ -18,7 +18,13 @@ from nsa.config import BRANCHES
 from nsa.decode import View
 from nsa.documents import Packing
 from nsa.ops import joint_backward
-from nsa.ops.interval import kernels as interval_kernels
+from nsa.ops.interval import (
+    backward_kv_kernels,
+    backward_q_kernels,
+    forward_kernels,
+    tile_sizes,
+)
+from nsa.ops.interval import merged_backward_kernels as merged
 from nsa.ops.kernels import common
 from nsa.ops.selected.triton import dense_tiles
 from nsa.ops.selected.triton import kernels as selected
@@ -146,9 +152,9 @@ def test_against_the_oracle(
 ) -> None:
     """By lists, rows below num_selected * sel_block = 80 go without them."""
     whole: list[int] = []
-    forward = interval_kernels.forward
+    forward = forward_kernels.forward
     monkeypatch.setattr(
-        interval_kernels,
+        forward_kernels,
         "forward",
         lambda q, *x, **o: (whole.append(q.shape[1]) if "into" in o else None, forward(q, *x, **o))[
             1
@@ -195,7 +201,7 @@ def test_two_branches_in_one_launch(
 ) -> None:
     """Where the best tiles of both are the same; dK and dV only of few queries."""
     alone: list[int] = []
-    tiles_of = interval_kernels._tiles_of
+    tiles_of = tile_sizes._tiles_of
     monkeypatch.setattr(common, "COPY_MIN_ELEMENTS", ORDINARY_LOADS if small else 0)
     if not alike:
 
@@ -203,13 +209,14 @@ def test_two_branches_in_one_launch(
             found = tiles_of(kernel, q, DV, width)
             return found if width is None else {**found, "BC": 16}
 
-        monkeypatch.setattr(interval_kernels, "_tiles_of", unlike)
+        for module in (merged, backward_q_kernels, backward_kv_kernels):
+            monkeypatch.setattr(module, "_tiles_of", unlike)
     given = inputs(1, 40, 40)
     by_itself = gradients(call, given)
     for name in ("backward_q", "backward_kv"):
-        plain = getattr(interval_kernels, name)
+        plain = getattr(merged, name)
         monkeypatch.setattr(
-            interval_kernels,
+            merged,
             name,
             lambda *x, plain=plain, **o: (alone.append(1), plain(*x, **o))[1],
         )

@@ -287,12 +287,12 @@ def test_outputs_are_freed_before_parts_are_made(
     retain: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Those of the branches, of q's size each, unless the graph is retained."""
-    from nsa.ops.interval import kernels as interval
+    from nsa.ops.interval import merged_backward_kernels as merged
     from nsa.ops.kernels import products
 
     outputs: list[Any] = []
     alive: list[bool] = []
-    multiply, differentiate = products.gate_products, interval.backward_q_of_two
+    multiply, differentiate = products.gate_products, merged.backward_q_of_two
 
     def multiplied(do: Tensor, gates: Tensor, o: tuple[Tensor, ...], lse: Any) -> Any:
         outputs.extend(map(weakref.ref, o))
@@ -303,7 +303,7 @@ def test_outputs_are_freed_before_parts_are_made(
         return differentiate(*given, **options)
 
     monkeypatch.setattr(products, "gate_products", multiplied)
-    monkeypatch.setattr(interval, "backward_q_of_two", differentiated)
+    monkeypatch.setattr(merged, "backward_q_of_two", differentiated)
     call(*recorded(inputs())).sum().backward(retain_graph=retain)
     assert alive == [retain] * 3
 

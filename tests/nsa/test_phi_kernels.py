@@ -5,6 +5,7 @@ every gradient, grids, layouts, ends of a sequence, and who takes them.
 from __future__ import annotations
 
 from dataclasses import replace
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -12,7 +13,7 @@ import torch
 from torch import Tensor
 
 from nsa import NSAAttention, NSAConfig, nsa_attention
-from nsa.ops.learned_phi import kernels
+from nsa.ops.learned_phi import backward, backward_hidden_kernels, forward_kernels
 from tests.cases import assert_same_function, leaves, randn, run
 from tests.nsa.kernel_cases import poisoned_memory  # noqa: F401
 from tests.nsa.phi_cases import (
@@ -56,7 +57,7 @@ def test_equals_the_oracle(
 @pytest.mark.parametrize("phi", LEARNED)
 def test_sums_of_parts_of_many_rows(phi: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Ranges of rows end inside a tile and inside a sequence."""
-    monkeypatch.setattr(kernels, "MOST_PARTS", 3)
+    monkeypatch.setattr(backward_hidden_kernels, "MOST_PARTS", 3)
     tensors = tensors_of(phi, (3, 90, 2, 4, 4), 4)
     found, wanted = both(by_kernel(phi, 4, 2)), both(by_oracle(phi, 4, 2))
     assert_same_function(found, wanted, tensors, NAMES[phi])
@@ -112,8 +113,8 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """What ran: "forward" and "backward" of the kernels."""
     seen: list[str] = []
 
-    def watched(name: str) -> Any:
-        was = getattr(kernels, name)
+    def watched(module: ModuleType, name: str) -> Any:
+        was = getattr(module, name)
 
         def called(*given: Any, **options: Any) -> Any:
             seen.append(name)
@@ -121,8 +122,8 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
         return called
 
-    for name in ("forward", "backward"):
-        monkeypatch.setattr(kernels, name, watched(name))
+    for module, name in ((forward_kernels, "forward"), (backward, "backward")):
+        monkeypatch.setattr(module, name, watched(module, name))
     return seen
 
 

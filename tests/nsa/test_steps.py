@@ -125,7 +125,7 @@ def test_without_the_copy_engine_tiles_are_plain_tensors(environment: dict[str, 
 SAME = """
 import torch
 from nsa import settings
-from nsa.ops.interval import kernels as interval
+from nsa.ops.interval import forward_kernels
 from nsa.ops.selected.triton import kernels as selected
 from tests.cases import Case, SMALL, qkv, random_blocks
 from tests.interpreter import patch_language_once
@@ -142,7 +142,7 @@ selected.Lists.of = lambda *given, **full: sorted_.append(given) or of(*given, *
 def both(**variables):
     settings.current = lambda: settings.load(variables)
     sel = selected.forward(q, k, v, blocks, sel_block=SMALL.sel_block, q_start=0, scale=0.25)
-    return [*sel, *interval.forward(q, k, v, **window)]
+    return [*sel, *forward_kernels.forward(q, k, v, **window)]
 
 whole, count = both(), len(sorted_)
 off = both(NSA_TRITON_LISTS="0", NSA_TRITON_COPY="0")

@@ -14,7 +14,8 @@ from torch import Tensor
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
-from nsa.ops.interval import kernels as interval
+from nsa.ops.interval import backward as interval_backward
+from nsa.ops.interval import forward_kernels as interval_forward
 from nsa.ops.scores import kernels as scores
 from nsa.ops.selected.triton import kernels as selected
 from perfbench.worker.codegen.cases import GEOMETRIES, on_card
@@ -75,8 +76,8 @@ def everything(shape: str) -> None:
     lse = torch.zeros(1, TOKENS, G * H)
     where: dict[str, Any] = {"q_start": 0, "scale": 0.1}
     for geometry in GEOMETRIES.values():
-        interval.forward(q, *kv, first=None, **geometry, **where)
-        interval.backward(do, q, *kv, lse, lse, first=None, **geometry, **where)
+        interval_forward.forward(q, *kv, first=None, **geometry, **where)
+        interval_backward.backward(do, q, *kv, lse, lse, first=None, **geometry, **where)
     chosen = {"block": 32, "stride": 16, "sel_block": 64, "num_selected": 16, "kv_len": TOKENS}
     blocks = scores.choose(q, kv[0], lse, num_initial=1, num_local=2, first=None, **chosen, **where)
     for by_row in (True, False):

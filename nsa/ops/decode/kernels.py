@@ -35,7 +35,7 @@ SMALL_PROGRAMS = 1024
 LEAST_KEYS, LEAST_KEYS_BANDED = 128, 64  # a split, so that its part is worth the sum
 AT_ONCE = 32  # parts that a program sums at a time
 
-_BRANCH = {"BANDED": "_band"}  # as in nsa.ops.interval.kernels
+_BRANCH = {"BANDED": "_band"}  # as in nsa.ops.interval.tile_loads
 
 
 @triton.jit
@@ -53,7 +53,7 @@ def _seen(
     DOCS: tl.constexpr,
     BANDED: tl.constexpr,
 ):
-    """(lo, hi) of queries t: as in the kernel of many queries (nsa.ops.interval.kernels)."""
+    """(lo, hi) of queries t: as in the kernel of many queries (nsa.ops.interval.tile_loads)."""
     pos = t + q0
     if RAGGED:
         pos = t + tl.load(Q0 + b).to(tl.int32)
@@ -375,6 +375,45 @@ def _parts(o: Tensor, lse: Tensor, splits: int) -> tuple[Tensor, Tensor]:
     return o.new_empty(splits, *o.shape, dtype=torch.float32), lse.new_empty(splits, *lse.shape)
 
 
+def sum_interval(
+    part: tuple[Tensor, Tensor], into: tuple[Tensor, Tensor], splits: int, *, banded: bool
+) -> None:
+    """Sum each split's (o, lse) of ``part`` into those of all splits, o [B, T, Q, DV] and lse
+    [B, T, Q], contiguous. Of one split, ``part`` is ``into`` itself: see `_parts`.
+    """
+    if splits > 1:
+        DV = into[0].shape[3]
+        launch(
+            nsa_interval_sum,
+            (into[1].numel(),),
+            *part,
+            *into,
+            splits,
+            DV,
+            padded(DV),
+            AT_ONCE,
+            banded,
+            num_warps=SUM_WARPS,
+        )
+
+
+def sum_selected(part: tuple[Tensor, Tensor], into: tuple[Tensor, Tensor], splits: int) -> None:
+    """As `sum_interval`, of the selected branch."""
+    if splits > 1:
+        DV = into[0].shape[3]
+        launch(
+            nsa_selected_sum_splits,
+            (into[1].numel(),),
+            *part,
+            *into,
+            splits,
+            DV,
+            padded(DV),
+            AT_ONCE,
+            num_warps=SUM_WARPS,
+        )
+
+
 def interval(
     q: Tensor,
     k: Tensor,
@@ -390,8 +429,8 @@ def interval(
     splits: int | None = None,
     tiles: tuple[int, int, int] | None = None,
 ) -> None:
-    """As `nsa.ops.interval.kernels.forward`, of `few_queries`, into contiguous (o, lse); last
-    dimensions are contiguous.
+    """As `nsa.ops.interval.forward_kernels.forward`, of `few_queries`, into contiguous (o, lse);
+    last dimensions are contiguous.
     """
     (B, T, HQ, D), (C, G, DV) = q.shape, v.shape[1:]
     H, banded = HQ // G, width is not None
@@ -436,19 +475,7 @@ def interval(
         num_warps=num_warps,
         num_stages=num_stages,
     )
-    if splits > 1:
-        launch(
-            nsa_interval_sum,
-            (B * T * HQ,),
-            *part,
-            *into,
-            splits,
-            DV,
-            padded(DV),
-            AT_ONCE,
-            banded,
-            num_warps=SUM_WARPS,
-        )
+    sum_interval(part, into, splits, banded=banded)
 
 
 def selected(
@@ -467,7 +494,7 @@ def selected(
     """As `nsa.ops.selected.triton.kernels.forward`, of `few_rows`, into contiguous (o, lse); blocks
     are contiguous, too.
     """
-    (B, T, HQ, _), (_, G, DV), N = q.shape, v.shape[1:], blocks.shape[3]
+    (B, T), G, N = q.shape[:2], v.shape[2], blocks.shape[3]
     per_split = per_split or selected_per_split(B * T * G, N, k, v, sel_block)
     splits = cdiv(N, per_split)
     part = _parts(*into, splits)
@@ -483,18 +510,7 @@ def selected(
         scale=scale,
         tiles=tiles,
     )
-    if splits > 1:
-        launch(
-            nsa_selected_sum_splits,
-            (B * T * HQ,),
-            *part,
-            *into,
-            splits,
-            DV,
-            padded(DV),
-            AT_ONCE,
-            num_warps=SUM_WARPS,
-        )
+    sum_selected(part, into, splits)
 
 
 def _block_bytes(k: Tensor, v: Tensor, sel_block: int) -> int:

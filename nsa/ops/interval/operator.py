@@ -1,5 +1,5 @@
-"""The operator of ``nsa.ops.interval.kernels`` and its gradient: attention over one interval of
-keys a query.
+"""The operator of ``nsa.ops.interval.forward_kernels`` and its gradient, of ``backward``: attention
+over one interval of keys a query.
 
 B batch, T queries, C keys, Q query heads, G kv heads, D head dim.
 """
@@ -51,9 +51,9 @@ def _forward(
     width: int | None,
     scale: float,
 ) -> tuple[Tensor, Tensor]:
-    from nsa.ops.interval import kernels
+    from nsa.ops.interval import forward_kernels
 
-    return kernels.forward(
+    return forward_kernels.forward(
         q,
         k,
         v,
@@ -81,11 +81,11 @@ def _backward(
     width: int | None,
     scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    from nsa.ops.interval import kernels
+    from nsa.ops.interval import backward
     from nsa.ops.kernels import products
 
     do = do.contiguous()
-    return kernels.backward(
+    return backward.backward(
         do,
         q,
         k,

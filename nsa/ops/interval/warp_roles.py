@@ -1,8 +1,8 @@
 """The compressed branch's forward on Hopper, with a role for each warp group: a warp fetches tiles
 of keys and values, and each group attends with them for the same queries of a head of its own.
 
-Letters as in `nsa.ops.interval.kernels`, where `nsa_interval_forward` computes the same on any
-card. Written in Gluon, which names the layouts, the barriers and the warps of each role.
+Letters as in `nsa.ops.interval.tile_loads`; `nsa_interval_forward` computes the same on any card.
+Written in Gluon, which names the layouts, the barriers and the warps of each role.
 """
 
 from __future__ import annotations

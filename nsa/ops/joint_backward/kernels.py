@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import Tensor
 
-from nsa.ops.interval import kernels as interval
+from nsa.ops.interval import merged_backward_kernels as merged
 from nsa.ops.interval import parts
 from nsa.ops.selected.triton import kernels as selected
 
@@ -64,8 +64,8 @@ def backward(
         "scale": at.scale,
     }
     of_two = (do, q, cmp, win, (lse_gated[0], lse_gated[2]), (delta[0], delta[2]))
-    dq, sums = interval.backward_q_of_two(*of_two, **where), parts.Sums()
-    d_cmp, d_win = interval.backward_kv_of_two(*of_two, sums=sums, **where)
+    dq, sums = merged.backward_q_of_two(*of_two, **where), parts.Sums()
+    d_cmp, d_win = merged.backward_kv_of_two(*of_two, sums=sums, **where)
     _, *d_sel = selected.backward(
         do,
         q,

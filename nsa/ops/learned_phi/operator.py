@@ -1,5 +1,5 @@
-"""The operators of ``nsa.ops.learned_phi.kernels``: phi = linear and phi = mlp (arXiv 2502.11089,
-Eq. 7) of K and V together.
+"""The operators of ``nsa.ops.learned_phi.forward_kernels`` and their gradients, of ``backward``:
+phi = linear and phi = mlp (arXiv 2502.11089, Eq. 7) of K and V together.
 
 B batch, S tokens, C compressed blocks of l tokens, G kv heads, D head dim, F hidden features.
 """
@@ -45,9 +45,9 @@ def _fake_phi(k: Tensor, v: Tensor, C: int) -> Pair:
 def _forward_linear(
     k: Tensor, v: Tensor, weight_k: Tensor, weight_v: Tensor, block: int, stride: int
 ) -> Pair:
-    from nsa.ops.learned_phi import kernels
+    from nsa.ops.learned_phi import forward_kernels
 
-    return kernels.forward(k, v, (weight_k, weight_v), block=block, stride=stride)[0]
+    return forward_kernels.forward(k, v, (weight_k, weight_v), block=block, stride=stride)[0]
 
 
 def _fake_linear(k: Tensor, v: Tensor, wk: Tensor, wv: Tensor, block: int, stride: int) -> Pair:
@@ -64,9 +64,9 @@ def _backward_linear(
     block: int,
     stride: int,
 ) -> tuple[Tensor, ...]:
-    from nsa.ops.learned_phi import kernels
+    from nsa.ops.learned_phi import backward
 
-    found = kernels.backward(
+    found = backward.backward(
         (dk_cmp, dv_cmp), k, v, (weight_k, weight_v), block=block, stride=stride
     )
     return tuple(x for pair in found for x in pair)
@@ -98,10 +98,10 @@ def _forward_mlp(
     block: int,
     stride: int,
 ) -> tuple[Tensor, ...]:
-    from nsa.ops.learned_phi import kernels
+    from nsa.ops.learned_phi import forward_kernels
 
     pairs = ((up_k, up_v), (position_k, position_v), (down_k, down_v))
-    out, pre = kernels.forward(k, v, *pairs, block=block, stride=stride)
+    out, pre = forward_kernels.forward(k, v, *pairs, block=block, stride=stride)
     assert pre is not None
     return *out, *pre
 
@@ -131,9 +131,9 @@ def _backward_mlp(
     block: int,
     stride: int,
 ) -> tuple[Tensor, ...]:
-    from nsa.ops.learned_phi import kernels
+    from nsa.ops.learned_phi import backward
 
-    found = kernels.backward(
+    found = backward.backward(
         (dk_cmp, dv_cmp),
         k,
         v,

@@ -31,7 +31,7 @@ from nsa.ops.kernels.launch import launch
 from nsa.ops.paged.pages import KV, LayerPages, Pages
 from nsa.ops.scores.kernels import CANDIDATES, nsa_choose, ranked
 
-_BRANCH = {"BANDED": "_band"}  # as in nsa.ops.interval.kernels
+_BRANCH = {"BANDED": "_band"}  # as in nsa.ops.interval.tile_loads
 
 
 @triton.jit
@@ -519,7 +519,7 @@ def interval(
     scale: float,
 ) -> KV:
     """(o [B, T, HQ, DV], lse to base 2 [B, T, HQ]) of `few_queries` q [B, T, HQ, D]; as
-    `nsa.ops.interval.kernels.forward` of the keys that ``group`` holds.
+    `nsa.ops.interval.forward_kernels.forward` of the keys that ``group`` holds.
     """
     (B, T, HQ, D), (P, G, DV) = q.shape, group.v.shape[1:]
     H, banded = HQ // G, width is not None
@@ -563,19 +563,7 @@ def interval(
         num_warps=tiles[1],
         num_stages=tiles[2],
     )
-    if splits > 1:
-        launch(
-            contiguous.nsa_interval_sum,
-            (B * T * HQ,),
-            *part,
-            *into,
-            splits,
-            DV,
-            padded(DV),
-            contiguous.AT_ONCE,
-            banded,
-            num_warps=contiguous.SUM_WARPS,
-        )
+    contiguous.sum_interval(part, into, splits, banded=banded)
     return into
 
 
@@ -686,18 +674,7 @@ def selected(q: Tensor, blocks: Tensor, pages: LayerPages, *, scale: float) -> K
         num_pages=-(-pages.max_tokens // L),
         scale=scale,
     )
-    if splits > 1:
-        launch(
-            contiguous.nsa_selected_sum_splits,
-            (B * T * HQ,),
-            *part,
-            *into,
-            splits,
-            DV,
-            padded(DV),
-            contiguous.AT_ONCE,
-            num_warps=contiguous.SUM_WARPS,
-        )
+    contiguous.sum_selected(part, into, splits)
     return into
 
 

@@ -13,10 +13,14 @@ import torch
 from torch import Tensor
 
 from nsa.ops.gated_sum import kernels as gated_sum
-from nsa.ops.interval import kernels as interval
+from nsa.ops.interval import backward as interval_backward
+from nsa.ops.interval import forward_kernels as interval_forward
+from nsa.ops.interval.tile_sizes import FORWARD_ROLES as INTERVAL_ROLES
+from nsa.ops.interval.tile_sizes import RoleSizes
 from nsa.ops.joint_backward import kernels as joint_backward
 from nsa.ops.kernels import common, products, tiles
-from nsa.ops.learned_phi import kernels as learned_phi
+from nsa.ops.learned_phi import backward as phi_backward
+from nsa.ops.learned_phi import forward_kernels as phi_forward
 from nsa.ops.means import kernels as means
 from nsa.ops.scores import kernels as scores
 from nsa.ops.selected.triton import kernels as selected
@@ -41,8 +45,8 @@ BACKWARD_ROLES = {
     128: (*filter(None, selected.BACKWARD_ROLES[1:2]),),
 }
 COMPRESSED_ROLES = {
-    64: (*filter(None, interval.FORWARD_ROLES[:1]), interval.RoleSizes(64, 3, 2, 80, 112)),
-    128: (*filter(None, interval.FORWARD_ROLES[1:2]),),
+    64: (*filter(None, INTERVAL_ROLES[:1]), RoleSizes(64, 3, 2, 80, 112)),
+    128: (*filter(None, INTERVAL_ROLES[1:2]),),
 }
 
 
@@ -119,8 +123,8 @@ def training(shape: CodeShape, at: At) -> None:
     for branch, keys in (("compressed", compressed), ("window", (k, v))):
         at(branch)
         given = {"first": first, **GEOMETRIES[branch], **where}
-        o, lse = interval.forward(q, *keys, **given)
-        interval.backward(do, q, *keys, lse, products.row_products(o, do), **given)
+        o, lse = interval_forward.forward(q, *keys, **given)
+        interval_backward.backward(do, q, *keys, lse, products.row_products(o, do), **given)
     at("choice")
     of_choice: dict[str, Any] = {"num_initial": 1, "num_local": 2, "kv_len": TOKENS, "first": first}
     blocks = scores.choose(q, compressed[0], lse, **CHOSEN, **of_choice, **where)
@@ -177,10 +181,10 @@ def learned(shape: CodeShape) -> None:
         pair(lambda d: (32, d)),
         pair(lambda d: (d, d)),
     )
-    out, before = learned_phi.forward(k, v, up, position, down, **grid)
-    learned_phi.backward(out, k, v, up, position, down, before, **grid)
-    out, _ = learned_phi.forward(k, v, up, **grid)
-    learned_phi.backward(out, k, v, up, **grid)
+    out, before = phi_forward.forward(k, v, up, position, down, **grid)
+    phi_backward.backward(out, k, v, up, position, down, before, **grid)
+    out, _ = phi_forward.forward(k, v, up, **grid)
+    phi_backward.backward(out, k, v, up, **grid)
 
 
 def warp_roles(shape: CodeShape, at: At) -> None:
@@ -194,7 +198,7 @@ def warp_roles(shape: CodeShape, at: At) -> None:
     for sizes in COMPRESSED_ROLES[shape.key_dim]:
         at(f"roles.{sizes.BC}x{sizes.groups}")
         of_keys = {**GEOMETRIES["compressed"], **where, "roles": sizes}
-        interval.forward(q, compressed[0], compressed[1], **of_keys)
+        interval_forward.forward(q, compressed[0], compressed[1], **of_keys)
     of_choice: dict[str, Any] = {"num_initial": 1, "num_local": 2, "kv_len": TOKENS}
     at("roles")
     for passing in filter(None, scores.PASSING):
@@ -231,7 +235,9 @@ def decoding(shape: CodeShape, at: At, *, many_rows: bool) -> None:
             first = torch.zeros(queries, dtype=torch.int64) if shape.documents else None
             for branch, geometry in GEOMETRIES.items():
                 at(f"decode{queries}.{branch}.of{batch}")
-                interval.forward(q, k, v, first=first if batch == 1 else None, **geometry, **where)
+                interval_forward.forward(
+                    q, k, v, first=first if batch == 1 else None, **geometry, **where
+                )
             for slots in (16, 512):  # one slot a split, and several
                 at(f"decode{queries}.slots{slots}.of{batch}")
                 blocks = torch.zeros(batch, queries, shape.groups, slots, dtype=torch.int32)

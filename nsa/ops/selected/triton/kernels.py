@@ -19,7 +19,8 @@ import triton.language as tl
 from torch import Tensor
 
 from nsa.ops.decode import kernels as decode
-from nsa.ops.interval import kernels as interval
+from nsa.ops.interval import backward as interval_backward
+from nsa.ops.interval import forward_kernels as interval_forward
 from nsa.ops.interval.parts import Sums
 from nsa.ops.kernels.common import (
     LOG2E,
@@ -744,7 +745,7 @@ def forward(
         forward_by_row(q, k, v, blocks, into=(o, lse), sel_block=L, q_start=q_start, scale=scale)
         return o, lse
     if full := rows_in_full(full, T):
-        interval.forward(
+        interval_forward.forward(
             q[:, :full],
             k[:, :full],
             v[:, :full],
@@ -842,7 +843,7 @@ def backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of q, k and v, each in its dtype, that of q added to ``dq`` where it is given.
 
-    ``do``, ``lse`` and ``delta`` as in `nsa.ops.interval.kernels.backward`; ``full`` as in
+    ``do``, ``lse`` and ``delta`` as in `nsa.ops.interval.backward.backward`; ``full`` as in
     `forward`, and so ``lists``, which it left, unless it was without; None: they are made here.
     ``sums``: of other branches, which are launched here.
     """
@@ -894,7 +895,7 @@ def backward(
     dense: tuple[Tensor | None, Tensor | None] = (None, None)
     if full:
         few = (q[:, :full], k[:, :full], v[:, :full])
-        dense = interval.backward(
+        dense = interval_backward.backward(
             do, *few, lse, delta, scale=scale, dq=dq, adds=adds, sums=sums, work=q.numel(), **FULL
         )[1:]
     if sums is not None:
