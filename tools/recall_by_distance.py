@@ -2,10 +2,11 @@
 
     python -m tools.recall_by_distance RUN [--checkpoint NAME] [--lengths 2048 65536] [--json FILE]
 
-RUN is a folder that `python -m nsa.train` wrote with data.kind=recall. The rows are held out.
-``far`` are questions that only compressed and selected keys can answer: the pair lies outside the
-window and outside the blocks that every query reads. ``block chosen``: how often the block of a far
-pair is among those that the query chose, of the layer and kv head where that is most often.
+RUN is a folder that `python -m nsa.train` wrote with data.kind=recall or copying. The rows are
+held out. ``far`` are questions that only compressed and selected keys can answer: the pair (of
+copying: the token) lies outside the window and outside the blocks that every query reads. ``block
+chosen``: how often the block of a far pair is among those that the query chose, of the layer and kv
+head where that is most often.
 
 B rows, T tokens, G kv heads, N slots.
 """
@@ -28,7 +29,8 @@ from torch import Tensor
 from nsa import chosen_blocks
 from nsa.config import NSAConfig
 from nsa.model import DenseLM, TinyLM
-from nsa.train.config import RunConfig
+from nsa.train.config import DataConfig, RunConfig
+from nsa.train.data import copying
 from nsa.train.data.generated import Language
 from nsa.train.data.recall import LEAST_TOKENS, RecallRows, most_pairs, num_pairs_for
 from nsa.train.errors import TrainError, TrainExit
@@ -135,30 +137,39 @@ def evaluate(
     a run of other data and for lengths that hold no rows.
     """
     config = RunConfig.from_mapping(read_resolved(run)["config"])
-    if config.data.kind != "recall":
+    if config.data.kind not in ("recall", "copying"):
         raise TrainError(
             TrainExit.USAGE,
-            f"{run} was trained on data.kind={config.data.kind}; wanted recall; evaluate a run of"
-            " configs/needle_64k.yaml",
+            f"{run} was trained on data.kind={config.data.kind}; wanted recall or copying;"
+            " evaluate a run of configs/needle_64k.yaml or copying_64k.yaml",
         )
     for length in lengths:
-        if length < LEAST_TOKENS or most_pairs(length) < config.data.pairs:
-            raise TrainError(
-                TrainExit.USAGE,
-                f"--lengths {length} holds no {config.data.pairs or 2} pairs; wanted longer rows",
-            )
+        if why := _holds_no_rows(config.data, length):
+            raise TrainError(TrainExit.USAGE, f"--lengths {length} holds no {why}")
     model, _ = load_run(run, checkpoint)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     model = model.to(device) if device.type == "cuda" else model.float()
-    language = Language("recall", config.data.seed, held_out=True, pairs=config.data.pairs)
+    language = Language(config.data.kind, config.data.seed, held_out=True, pairs=config.data.pairs)
     for length in lengths:
-        one = language.recall(0, 0, 1, length)
+        one = language.questions(0, 0, 1, length)
         count = -(-questions // int((one.labels >= 0).sum()))
-        rows = language.recall(0, 0, count, length)
+        rows = language.questions(0, 0, count, length)
         casts = config.train.precision == "autocast" and device.type == "cuda"
         with torch.autocast(device.type, dtype=torch.bfloat16, enabled=casts):
-            found = recalled(model, rows, num_pairs_for(length, config.data.pairs), device)
+            found = recalled(model, rows, _num_stated(config.data, length), device)
         yield found
+
+
+def _holds_no_rows(data: DataConfig, length: int) -> str:
+    if data.kind == "copying":
+        least = copying.LEAST_TOKENS
+        return "" if length >= least else f"{copying.NUM_KINDS} tokens; wanted rows of {least}"
+    fits = length >= LEAST_TOKENS and most_pairs(length) >= data.pairs
+    return "" if fits else f"{data.pairs or 2} pairs; wanted longer rows"
+
+
+def _num_stated(data: DataConfig, length: int) -> int:
+    return copying.NUM_KINDS if data.kind == "copying" else num_pairs_for(length, data.pairs)
 
 
 def _line(one: Recalled) -> str:

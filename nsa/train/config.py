@@ -13,7 +13,10 @@ from typing import Any, Self
 
 from nsa.config import ModelConfig, nearest_name
 
-CORPORA = ("text", "parquet", "fineweb_edu", "random", "synthetic", "needle", "recall")
+CORPORA = (
+    *("text", "parquet", "fineweb_edu"),
+    *("random", "synthetic", "needle", "recall", "copying"),
+)
 TOKENIZERS = ("byte", "bpe", "file", "tiktoken")
 PACKINGS = ("rows", "documents")
 PRECISIONS = ("bf16_master", "autocast", "bf16", "fp32")
@@ -27,8 +30,8 @@ COMPRESSION = ("off", "bf16")
 @dataclass(frozen=True, slots=True)
 class DataConfig:
     """``kind``: what is read. ``paths``: files, folders or globs of text or parquet; none for what
-    is generated (random, synthetic, needle, recall), and for fineweb_edu none (the hub) or local
-    parquet of its schema.
+    is generated (random, synthetic, needle, recall, copying), and for fineweb_edu none (the hub) or
+    local parquet of its schema.
     ``held_out_pct`` of the corpus is kept for evaluation, unless ``eval_paths`` names one.
 
     ``packing``: "rows" joins documents with the end-of-text id and cuts the stream into rows, and

@@ -28,7 +28,7 @@ CPU = torch.device("cpu")
 
 
 def rows_of(count: int = 3, length: int = LENGTH) -> RecallRows:
-    return Language("recall", 0, held_out=True).recall(0, 0, count, length)
+    return Language("recall", 0, held_out=True).questions(0, 0, count, length)
 
 
 class Known(nn.Module):
@@ -125,4 +125,4 @@ def test_a_run_is_evaluated_from_its_folder(
 def test_a_run_of_other_data_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run = run_of(tmp_path / "run", {"kind": "synthetic"})
     assert tool.main([str(run)]) == 2
-    assert "data.kind=synthetic; wanted recall" in capsys.readouterr().err
+    assert "data.kind=synthetic; wanted recall or copying" in capsys.readouterr().err

@@ -10,6 +10,7 @@ from functools import cache
 import numpy as np
 from numpy.typing import NDArray
 
+from nsa.train.data.copying import copying_rows
 from nsa.train.data.recall import RecallRows, recall_rows
 
 NUM_SYMBOLS = 256  # ids: bytes, all of them or those of the language
@@ -71,13 +72,20 @@ class Language:
     held_out: bool
     pairs: int = 0  # of recall: as `recall.num_pairs_for`
 
-    def recall(self, shard: int, index: int, rows: int, length: int) -> RecallRows:
-        """A batch of kind recall, whose labels are not the ids that follow."""
+    @property
+    def asks(self) -> bool:
+        """Whether its labels are answers to questions, and not the ids that follow."""
+        return self.kind in ("recall", "copying")
+
+    def questions(self, shard: int, index: int, rows: int, length: int) -> RecallRows:
+        """A batch of a kind that `asks`."""
         rng = np.random.default_rng([self.seed, self.held_out, shard, index])
+        if self.kind == "copying":
+            return copying_rows(rng, rows, length)
         return recall_rows(rng, rows, length, self.pairs)
 
     def ids(self, shard: int, index: int, rows: int, length: int) -> NDArray[np.int32]:
-        """int32 [rows, length]; rows are independent of one another. Not of kind recall."""
+        """int32 [rows, length]; rows are independent of one another. Not of a kind that `asks`."""
         rng = np.random.default_rng([self.seed, self.held_out, shard, index])
         if self.kind == "needle":
             return np.stack([_haystack(rng, length) for _ in range(rows)])

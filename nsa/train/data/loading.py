@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from nsa.train.data.packing import BatchShape, DocumentRecipe, GeneratedRecipe
     from nsa.train.data.vocabulary import Tokenizer
 
-GENERATED = ("random", "synthetic", "needle", "recall")
+GENERATED = ("random", "synthetic", "needle", "recall", "copying")
 # Every rank waits while a BPE is trained, so its sample is bounded.
 BPE_SAMPLE_BYTES = 32 * 2**20
 
@@ -171,8 +171,8 @@ def _generated(
             f"data.kind=needle with data.packing={shape.packing} and train.seq_len={shape.length};"
             f" wanted rows of {generated.LEAST_NEEDLE} tokens or more; each holds its needles"
         )
-    if data.kind == "recall":
-        _check_recall(data, shape)
+    if data.kind in ("recall", "copying"):
+        _check_questions(data, shape)
     language = generated.Language(data.kind, data.seed, split == "held_out", data.pairs)
     recipe = GeneratedRecipe(language, shape, data.shards or MAX_SHARDS)
     floors = {
@@ -180,6 +180,7 @@ def _generated(
         "synthetic": generated.synthetic_entropy_nats(),
         "needle": 0.0,  # each label is stated before
         "recall": 0.0,
+        "copying": 0.0,
     }
     description: dict[str, object] = {
         "kind": data.kind,
@@ -192,14 +193,16 @@ def _generated(
     return recipe, floors[data.kind], description
 
 
-def _check_recall(data: DataConfig, shape: BatchShape) -> None:
-    from nsa.train.data import recall
+def _check_questions(data: DataConfig, shape: BatchShape) -> None:
+    from nsa.train.data import copying, recall
     from nsa.train.data.corpora import data_error
 
-    if shape.packing != "rows" or shape.length < recall.LEAST_TOKENS:
+    least = copying.LEAST_TOKENS if data.kind == "copying" else recall.LEAST_TOKENS
+    if shape.packing != "rows" or shape.length < least:
         raise data_error(
-            f"data.kind=recall with data.packing={shape.packing} and train.seq_len={shape.length};"
-            f" wanted rows of {recall.LEAST_TOKENS} tokens or more; each has pairs and questions"
+            f"data.kind={data.kind} with data.packing={shape.packing} and"
+            f" train.seq_len={shape.length}; wanted rows of {least} tokens or more; each states"
+            " what it asks for"
         )
     most = recall.most_pairs(shape.length)
     if data.pairs > most:

@@ -96,8 +96,8 @@ class GeneratedStream:
         language, shape = self._recipe.language, self._recipe.shape
         at = (self._shard, self._batches)
         self._batches += 1
-        if language.kind == "recall":
-            found = language.recall(*at, shape.rows, shape.length)
+        if language.asks:
+            found = language.questions(*at, shape.rows, shape.length)
             wanted = found.labels
             if not language.held_out:  # which measures what is recalled
                 wanted = np.maximum(wanted, found.preceding)

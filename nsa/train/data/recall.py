@@ -73,14 +73,14 @@ def recall_rows(rng: np.random.Generator, rows: int, length: int, pairs: int = 0
     ids = rng.integers(0, NUM_NOISE, (rows, length), np.int32)
     labels, stated, preceding = (np.full_like(ids, -1) for _ in range(3))
 
-    at_RP = PAIR_CELL * _some_of(rng, rows, (length - asking) // PAIR_CELL, num_pairs)
+    at_RP = PAIR_CELL * some_of(rng, rows, (length - asking) // PAIR_CELL, num_pairs)
     at_RP += rng.integers(0, PAIR_CELL - 1, at_RP.shape)
-    keys_RP = FIRST_KEY + _some_of(rng, rows, NUM_KEYS, num_pairs)
-    values_RP = FIRST_VALUE + _some_of(rng, rows, NUM_VALUES, num_pairs)
+    keys_RP = FIRST_KEY + some_of(rng, rows, NUM_KEYS, num_pairs)
+    values_RP = FIRST_VALUE + some_of(rng, rows, NUM_VALUES, num_pairs)
     ids[row_R1, at_RP], ids[row_R1, at_RP + 1] = keys_RP, values_RP
     preceding[row_R1, at_RP + 1] = keys_RP
 
-    at_RQ = QUESTION_CELL * _some_of(rng, rows, asking // QUESTION_CELL, num_questions)
+    at_RQ = QUESTION_CELL * some_of(rng, rows, asking // QUESTION_CELL, num_questions)
     at_RQ += length - asking + rng.integers(0, QUESTION_CELL, at_RQ.shape)
     asked_RQ = rng.integers(0, num_pairs, at_RQ.shape)
     ids[row_R1, at_RQ] = keys_RP[row_R1, asked_RQ]
@@ -89,6 +89,6 @@ def recall_rows(rng: np.random.Generator, rows: int, length: int, pairs: int = 0
     return RecallRows(ids, labels, stated, preceding)
 
 
-def _some_of(rng: np.random.Generator, rows: int, of: int, count: int) -> NDArray[np.int64]:
+def some_of(rng: np.random.Generator, rows: int, of: int, count: int) -> NDArray[np.int64]:
     """[rows, count]: for each row ``count`` different numbers below ``of``, in random order."""
     return rng.random((rows, of)).argsort(axis=1)[:, :count]

@@ -37,7 +37,7 @@ def stated_in(row: list[int]) -> dict[int, tuple[int, int]]:
 
 @pytest.mark.parametrize("length", [64, 512, 2049])
 def test_a_lookup_answers_every_question_and_no_answer_is_shown(length: int) -> None:
-    made = LANGUAGE.recall(5, 2, 4, length)
+    made = LANGUAGE.questions(5, 2, 4, length)
     for row, labels, stated in zip(
         made.ids.tolist(), made.labels.tolist(), made.stated.tolist(), strict=True
     ):
@@ -67,7 +67,7 @@ def test_who_knows_what_a_row_states_and_not_which_is_right_as_rarely_as_is_stat
     of the pairs nor what was asked before says anything.
     """
     length, pairs = 256, 32
-    train, test = (ranks(LANGUAGE.recall(shard, 0, 2000, length)) for shard in (0, 1))
+    train, test = (ranks(LANGUAGE.questions(shard, 0, 2000, length)) for shard in (0, 1))
     counts = np.bincount(train.reshape(-1), minlength=pairs) + 1.0
     by_place = -np.log((counts / counts.sum())[test]).mean()
     follows = np.ones((pairs, pairs))
@@ -83,7 +83,7 @@ def test_who_knows_what_a_row_states_and_not_which_is_right_as_rarely_as_is_stat
 
 def test_long_rows_are_guessed_below_one_percent() -> None:
     for length in (1024, 8192, 65_536):
-        (row,) = LANGUAGE.recall(0, 0, 1, length).ids.tolist()
+        (row,) = LANGUAGE.questions(0, 0, 1, length).ids.tolist()
         assert 1 / len(stated_in(row)) < 0.01
 
 
@@ -92,7 +92,7 @@ def test_distances_are_even_over_the_middle_of_a_row() -> None:
     a quarter of the row to three quarters, fewer outside.
     """
     length = 65_536
-    made = LANGUAGE.recall(0, 0, 12, length)
+    made = LANGUAGE.questions(0, 0, 12, length)
     distance = (np.arange(length) - made.stated)[made.stated >= 0]
     shares = np.histogram(distance, np.linspace(0, length, 9))[0] / distance.size
     expected = np.array([1, 3, 4, 4, 4, 4, 3, 1]) / 24
@@ -149,7 +149,7 @@ def test_rows_that_cannot_hold_what_is_wanted_are_refused(
 def test_pairs_fill_the_room_that_is_stated() -> None:
     for length in (16, 64, 100, 4096):
         most = recall.most_pairs(length)
-        made = Language("recall", 0, held_out=False, pairs=most).recall(0, 0, 2, length)
+        made = Language("recall", 0, held_out=False, pairs=most).questions(0, 0, 2, length)
         assert [len(stated_in(row)) for row in made.ids.tolist()] == [most, most]
 
 
