@@ -1252,6 +1252,29 @@ FORWARD_ROLES: tuple[RoleSizes | None, ...] = (
 )
 
 
+@dataclass(frozen=True, slots=True)
+class BackwardRoleSizes:
+    """Sizes of `nsa.ops.interval.warp_roles_backward`."""
+
+    BM: int  # queries of a tile
+    stages: int  # tiles of queries held
+    groups: int  # of four warps, each with 64 keys
+    ahead: bool  # products of keys and the next tile before this one's gradients
+    registers: int  # of a thread at the start
+    differentiate: int  # and of one that differentiates, but of the first group: it has the rest
+    fetch: int = 24
+
+
+# dK and dV by width class, on Hopper, without a window and with one. Not measured yet: Triton's
+# kernel serves all.
+BACKWARD_KV_ROLES: tuple[tuple[BackwardRoleSizes | None, BackwardRoleSizes | None], ...] = (
+    (None, None),
+    (None, None),
+    (None, None),
+    (None, None),
+)
+
+
 def _grid_kv(parts: int, ranges: int, tiles: int) -> tuple[int, int, int]:
     """The grid of the gradients of keys: ``tiles`` in its third dimension, and where they do not
     fit there, in the first as well.
@@ -1358,20 +1381,29 @@ def forward(
 
 
 def _role_sizes(q: Tensor, k: Tensor, v: Tensor, scale: float, *, work: int) -> RoleSizes | None:
-    """Those of `nsa.ops.interval.warp_roles` where it computes these: rows of 64 or 128 elements of
-    2 bytes, groups of heads that it divides, what the copy engine takes.
+    """Those of `nsa.ops.interval.warp_roles` where it computes these: groups of heads that it
+    divides, and what `_roles_take`.
     """
     t = FORWARD_ROLES[min(3, width_class(q, v.shape[3]) + (q.dtype == torch.float32))]
+    if t is None or not scale > 0 or q.shape[2] // k.shape[2] % t.groups:
+        return None
+    return t if _roles_take(t.BC, q, k, v, work=work) else None
+
+
+def _roles_take(
+    tile_rows: int, q: Tensor, k: Tensor, v: Tensor, *others: Tensor, work: int
+) -> bool:
+    """Whether kernels with roles compute these: on Hopper, as many rows as the other steps with
+    roles, of 64 or 128 elements of 2 bytes, and what the copy engine takes.
+    """
     sm = sm_of(q.device)
-    if t is None or is_off("roles") or sm is None or sm[0] != 9:
-        return None
-    # as many rows as the other steps with roles
-    few = q.shape[0] * q.shape[1] * k.shape[2] < SORT_MIN_ROWS
-    if few or not scale > 0 or q.element_size() != 2:
-        return None
-    if not (q.shape[3] == v.shape[3] in (64, 128)) or q.shape[2] // k.shape[2] % t.groups:
-        return None
-    return t if described(t.BC, q, k, v, work=work)[1] else None
+    if is_off("roles") or sm is None or sm[0] != 9 or q.element_size() != 2:
+        return False
+    if q.shape[0] * q.shape[1] * k.shape[2] < SORT_MIN_ROWS:
+        return False
+    if not (q.shape[3] == v.shape[3] in (64, 128)):
+        return False
+    return described(tile_rows, q, k, v, *others, work=work)[1]
 
 
 @lru_cache(maxsize=64)
@@ -1383,6 +1415,20 @@ def _layout(tile: tuple[int, ...], dtype: torch.dtype) -> Any:
     )
 
 
+def _by_roles(x: Tensor, tile_rows: int) -> Any:
+    """x [B, L, heads, D] in tiles of ``tile_rows`` rows of one head, as Gluon's copies take it."""
+    from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+    unit = 16 // x.element_size()
+    # the stride of a dimension of size 1 is never used, and may be anything
+    strides = [
+        unit if size == 1 else stride
+        for size, stride in zip(x.shape[:-1], x.stride()[:-1], strict=True)
+    ]
+    tile = (1, tile_rows, 1, x.shape[3])
+    return TensorDescriptor(x, list(x.shape), [*strides, 1], list(tile), _layout(tile, x.dtype))
+
+
 def _forward_by_roles(
     q: Tensor,
     k: Tensor,
@@ -1392,23 +1438,10 @@ def _forward_by_roles(
     where: tuple[int, int, int],
     scale: float,
 ) -> None:
-    from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
-
     from nsa.ops.interval import warp_roles  # Triton's Gluon, for it alone
 
     (B, T, HQ, D), (C, G) = q.shape, k.shape[1:3]
-    tensors = []
-    for x, tile_rows in ((q, 64), (k, t.BC), (v, t.BC)):
-        unit = 16 // x.element_size()
-        # the stride of a dimension of size 1 is never used, and may be anything
-        strides = [
-            unit if size == 1 else stride
-            for size, stride in zip(x.shape[:-1], x.stride()[:-1], strict=True)
-        ]
-        tile = (1, tile_rows, 1, D)
-        tensors.append(
-            TensorDescriptor(x, list(x.shape), [*strides, 1], list(tile), _layout(tile, x.dtype))
-        )
+    tensors = [_by_roles(x, n) for x, n in ((q, 64), (k, t.BC), (v, t.BC))]
     launch(
         warp_roles.nsa_interval_forward_roles,
         (cdiv(T, 64), HQ // t.groups, B),
@@ -1623,6 +1656,7 @@ def backward_kv(
     scale: float,
     work: int | None = None,
     tiles: dict[str, int] | None = None,
+    roles: BackwardRoleSizes | None = None,
     sums: parts.Sums | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Gradients of k and v, each in its dtype; sums of fp32 parts in a fixed order.
@@ -1633,6 +1667,12 @@ def backward_kv(
     (B, T, HQ, D), (C, G, DV) = q.shape, v.shape[1:]
     H = HQ // G
     q0, Q0 = starts(q_start)
+    if Q0 is None and first is None and tiles is None:
+        t = roles or _backward_role_sizes(do[:, :T], q, k, v, width, work=work or q.numel())
+        if t is not None:
+            where = (q0, block, stride, width)
+            parts_kv = _backward_kv_by_roles(do[:, :T], q, k, v, (lse, delta), t, where, scale)
+            return _summed(*parts_kv, dtype=k.dtype, sums=sums)
     config = dict(tiles or _tiles_of("backward_kv", q, DV, width))
     BM, BC = config.pop("BM"), config.pop("BC")
     heads, per_split, splits = _plan_kv(q, k, BM, BC, banded=width is not None)
@@ -1681,11 +1721,81 @@ def backward_kv(
         copy,
         **config,
     )
+    return _summed(dk, dv, dtype=k.dtype, sums=sums)
+
+
+def _summed(
+    dk: Tensor, dv: Tensor, *, dtype: torch.dtype, sums: parts.Sums | None
+) -> tuple[Tensor, Tensor]:
+    """Of parts [parts, ...]; with ``sums`` they hold nothing until its `launch`."""
     wanted = parts.Sums() if sums is None else sums
-    found = wanted.of(dk, dv, dtype=k.dtype)
+    found = wanted.of(dk, dv, dtype=dtype)
     if sums is None:
         wanted.launch()
     return found
+
+
+def _backward_role_sizes(
+    do: Tensor, q: Tensor, k: Tensor, v: Tensor, width: int | None, *, work: int
+) -> BackwardRoleSizes | None:
+    """Those of `nsa.ops.interval.warp_roles_backward` where it computes these."""
+    of_class = min(3, width_class(q, v.shape[3]) + (q.dtype == torch.float32))
+    t = BACKWARD_KV_ROLES[of_class][width is not None]
+    return t if t is not None and _roles_take(t.BM, q, k, v, do, work=work) else None
+
+
+def _backward_kv_by_roles(
+    do: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    of_rows: tuple[Tensor, Tensor],
+    t: BackwardRoleSizes,
+    where: tuple[int, int, int, int | None],
+    scale: float,
+) -> tuple[Tensor, Tensor]:
+    """Parts of dK and of dV, as `nsa_interval_backward_kv` stores them. ``of_rows``: lse, delta."""
+    from nsa.ops.interval import warp_roles_backward  # Triton's Gluon, for it alone
+
+    (B, T, HQ, D), (C, G) = q.shape, k.shape[1:3]
+    q0, block, stride, width = where
+    H, BC = HQ // G, 64 * t.groups
+    heads, per_split, splits = _plan_kv(q, k, t.BM, BC, banded=width is not None)
+    dk, dv = _room_kv(k, v, splits * (H // heads))
+    launch(
+        warp_roles_backward.nsa_interval_backward_kv_roles,
+        _grid_kv(G * (H // heads), B * splits, cdiv(C, BC)),
+        *(_by_roles(x, t.BM) for x in (q, do)),
+        *(_by_roles(x, 64) for x in (k, v)),
+        *of_rows,
+        dk,
+        dv,
+        T,
+        of_rows[0].shape[1],
+        C,
+        q0,
+        block,
+        stride,
+        width or 0,
+        per_split,
+        splits,
+        scale,
+        scale * LOG2E,
+        G,
+        H,
+        heads,
+        D,
+        t.BM,
+        t.stages,
+        t.groups,
+        t.ahead,
+        width is not None,
+        t.differentiate,
+        t.fetch,
+        num_warps=4,
+        maxnreg=t.registers,
+    )
+    return dk, dv
 
 
 def _differ(first: Tensor | None, win_begin: int) -> bool:
