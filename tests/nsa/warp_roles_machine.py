@@ -261,7 +261,8 @@ def kernels(
     stand_ins: dict[str, Any] = {
         "triton.experimental": SimpleNamespace(
             gluon=SimpleNamespace(
-                jit=lambda function: function, constexpr_function=lambda function: function
+                jit=lambda function=None, **_: function or (lambda named: named),
+                constexpr_function=lambda function: function,
             )
         ),
         GLUON: SimpleNamespace(language=gl),

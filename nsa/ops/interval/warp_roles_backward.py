@@ -17,6 +17,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from nsa.ops.kernels.common import named_by
+
 
 @gluon.jit
 def _sees(c, where):
@@ -237,7 +239,7 @@ def _differentiate(
     gl.store(DV + at, dv.to(DV.dtype.element_ty), mask=(c < C)[:, None])
 
 
-@gluon.jit
+@gluon.jit(repr=named_by("nsa_interval_backward_kv_roles", {"BANDED": "_band"}))
 def nsa_interval_backward_kv_roles(
     Q,
     DO,
