@@ -44,6 +44,11 @@ COMPRESSED_ROLES = {
     64: (*filter(None, interval.FORWARD_ROLES[:1]), interval.RoleSizes(64, 3, 2, 80, 112)),
     128: (*filter(None, interval.FORWARD_ROLES[1:2]),),
 }
+# dK and dV. The second stores and loads two registers where keys are masked.
+COMPRESSED_ROLES_BACKWARD = {
+    64: interval.BackwardRoleSizes(64, 4, 2, True, 168, 240),
+    128: interval.BackwardRoleSizes(64, 3, 2, False, 168, 240),
+}
 
 
 def launch_all(sm: str, name: str, at: At) -> None:
@@ -195,6 +200,10 @@ def warp_roles(shape: CodeShape, at: At) -> None:
         at(f"roles.{sizes.BC}x{sizes.groups}")
         of_keys = {**GEOMETRIES["compressed"], **where, "roles": sizes}
         interval.forward(q, compressed[0], compressed[1], **of_keys)
+    for branch, keys in (("compressed", compressed), ("window", (k, v))):
+        at(f"roles.{branch}")
+        of_keys = {**GEOMETRIES[branch], **where, "roles": COMPRESSED_ROLES_BACKWARD[shape.key_dim]}
+        interval.backward_kv(do, q, *keys, lse, lse, **of_keys)
     of_choice: dict[str, Any] = {"num_initial": 1, "num_local": 2, "kv_len": TOKENS}
     at("roles")
     for passing in filter(None, scores.PASSING):
