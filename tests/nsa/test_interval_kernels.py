@@ -149,6 +149,14 @@ def test_programs_go_by_the_root_of_the_work(
     assert parts.heads_and_ranges(tiles, H, T, pairs=pairs, banded=True)[1] == 1
 
 
+def test_half_as_many_programs_that_are_alone() -> None:
+    pairs = 12 * 65_536 * 4_095 // 2
+    assert parts.heads_and_ranges(64, 6, 65_536, pairs=pairs, banded=False) == (1, 4)
+    assert parts.heads_and_ranges(64, 6, 65_536, pairs=pairs, banded=False, alone=True) == (1, 2)
+    assert parts.heads_and_ranges(256, 6, 16_384, pairs=pairs, banded=True) == (1, 1)
+    assert parts.heads_and_ranges(256, 6, 16_384, pairs=pairs, banded=True, alone=True) == (3, 1)
+
+
 @pytest.mark.parametrize("kind", ["odd offset", "odd address", "expanded", "room beyond the end"])
 def test_layouts_of_inputs(kind: str) -> None:
     """Whatever strides and addresses: what the copy engine cannot take is loaded otherwise, and NaN

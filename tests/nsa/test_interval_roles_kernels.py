@@ -113,3 +113,27 @@ def test_gradients_of_keys_with_warp_roles(
     for what, a, b in zip(("dk", "dv"), got, want, strict=True):
         # fp16 weights of their products
         assert (a.double() - b).abs().max() <= 2**-8 * max(1, b.abs().max()), what
+
+
+def test_a_table_names_who_serves_gradients_of_keys(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sizes of a table serve Hopper alone, rows of its width, and calls of many rows."""
+    sizes = interval.BackwardRoleSizes(64, 4, 2, True, 168, 240)
+    q, do, k = (torch.empty(1, 4096, n, 64, dtype=torch.float16) for n in (4, 4, 2))
+
+    def served(rows: int = 4096, width: int | None = None, dtype: torch.dtype = q.dtype) -> bool:
+        given = (do[:, :rows].to(dtype), q[:, :rows].to(dtype), k.to(dtype), k.to(dtype))
+        found = interval._backward_role_sizes(*given, width, work=1 << 30)
+        assert found in (None, sizes)
+        return found is not None
+
+    monkeypatch.setattr(interval, "described", lambda rows, *_, work: ([], rows == sizes.BM))
+    monkeypatch.setattr(interval, "sm_of", lambda device: (9, 0))
+    assert not served(), "the tables are empty until a GPU has measured the kernel"
+    monkeypatch.setattr(interval, "BACKWARD_KV_ROLES", ((sizes, None), *[(None, None)] * 3))
+    assert served() and not served(width=512)
+    assert not served(rows=4095) and not served(dtype=torch.float32)
+    monkeypatch.setattr(interval, "is_off", lambda step: step == "roles")
+    assert not served()
+    monkeypatch.setattr(interval, "is_off", lambda step: False)
+    monkeypatch.setattr(interval, "sm_of", lambda device: (8, 0))
+    assert not served()

@@ -1760,7 +1760,7 @@ def _backward_kv_by_roles(
     (B, T, HQ, D), (C, G) = q.shape, k.shape[1:3]
     q0, block, stride, width = where
     H, BC = HQ // G, 64 * t.groups
-    heads, per_split, splits = _plan_kv(q, k, t.BM, BC, banded=width is not None)
+    heads, per_split, splits = _plan_kv(q, k, t.BM, BC, banded=width is not None, alone=True)
     dk, dv = _room_kv(k, v, splits * (H // heads))
     launch(
         warp_roles_backward.nsa_interval_backward_kv_roles,
@@ -1810,11 +1810,13 @@ def _band(window: int, win_begin: int, first: Tensor | None) -> dict[str, Any]:
     return {"block": 1 + win_begin, "stride": 1, "width": window, "first": first}
 
 
-def _plan_kv(q: Tensor, k: Tensor, BM: int, BC: int, *, banded: bool) -> tuple[int, int, int]:
+def _plan_kv(
+    q: Tensor, k: Tensor, BM: int, BC: int, *, banded: bool, alone: bool = False
+) -> tuple[int, int, int]:
     """(query heads a program, queries a range, ranges) of the gradients of keys."""
     (B, T, HQ, _), (C, G) = q.shape, k.shape[1:3]
     heads, splits = parts.heads_and_ranges(
-        cdiv(C, BC) * B * G, HQ // G, T, pairs=B * HQ * T * C // 2, banded=banded
+        cdiv(C, BC) * B * G, HQ // G, T, pairs=B * HQ * T * C // 2, banded=banded, alone=alone
     )
     per_split = cdiv(cdiv(T, min(splits, max(1, GRID_LIMIT // B))), BM) * BM
     return heads, per_split, cdiv(T, per_split)

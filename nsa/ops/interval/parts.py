@@ -117,7 +117,7 @@ class Sums:
 
 @lru_cache(maxsize=1024)
 def heads_and_ranges(
-    num_tiles: int, H: int, T: int, *, pairs: int, banded: bool
+    num_tiles: int, H: int, T: int, *, pairs: int, banded: bool, alone: bool = False
 ) -> tuple[int, int]:
     """(query heads a program, ranges of queries): enough programs to fill a GPU of 132
     multiprocessors evenly, and few parts.
@@ -125,8 +125,11 @@ def heads_and_ranges(
     Tiles of a band are alike; without one, the first tile is seen by every query and the last by
     few. The cost of a part is its size, and the cost of an uneven end grows with the work,
     ``pairs`` of a query head and a key; so the number of programs grows with the root of the work.
+    Half as many fill it where one is ``alone`` on its multiprocessor.
     """
     wanted = 1024 if banded else min(4096, max(512, isqrt(pairs // 512)))
+    if alone:
+        wanted //= 2
     heads = H
     while heads > 1 and num_tiles * (H // heads) < wanted:
         heads = next(n for n in range(heads - 1, 0, -1) if H % n == 0)
