@@ -49,14 +49,14 @@ def test_forward_with_warp_roles(
 
 
 @pytest.mark.parametrize(
-    ("geometry", "sizes", "start", "split"),
+    ("geometry", "sizes", "start", "plan"),
     [
-        (COMPRESSED, (64, 2, 2, False), 0, 512),
-        (COMPRESSED, (64, 2, 3, True), 700, 128),
-        (COMPRESSED, (128, 3, 2, True), 0, 256),
-        ({"block": 1, "stride": 1, "width": 90}, (64, 2, 2, True), 0, 512),
-        ({"block": 1, "stride": 1, "width": 40}, (64, 3, 2, False), 200, 512),
-        ({"block": 131, "stride": 1, "width": 70}, (64, 2, 3, False), 300, 512),
+        (COMPRESSED, (64, 2, 2, False), 0, (1, 512)),
+        (COMPRESSED, (64, 2, 3, True), 700, (1, 128)),
+        (COMPRESSED, (128, 3, 2, True), 0, (2, 256)),
+        ({"block": 1, "stride": 1, "width": 90}, (64, 2, 2, True), 0, (2, 512)),
+        ({"block": 1, "stride": 1, "width": 40}, (64, 3, 2, False), 200, (1, 512)),
+        ({"block": 131, "stride": 1, "width": 70}, (64, 2, 3, False), 300, (2, 512)),
     ],
     ids=["compressed", "three groups, late", "ranges", "window", "late window", "cut window"],
 )
@@ -64,18 +64,19 @@ def test_gradients_of_keys_with_warp_roles(
     geometry: dict[str, int | None],
     sizes: tuple[int, int, int, bool],
     start: int,
-    split: int,
+    plan: tuple[int, int],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Two rows of a batch, two kv heads of two, queries in ranges that cut what a key is seen by;
-    keys that no query sees, queries that see none, and rows of lse beyond the queries.
+    """Two rows of a batch, two kv heads of two, one or both a program, queries in ranges that cut
+    what a key is seen by; keys that no query sees, queries that see none, and rows of lse beyond
+    the queries.
     """
     names = ["nsa_interval_backward_kv_roles"]
     kernels = machine.kernels(names, BACKWARD, fetching_threads=32)
     found = SimpleNamespace(**kernels)
     monkeypatch.setattr(nsa.ops.interval, "warp_roles_backward", found, raising=False)
     T, H, scale = 500, 2, 0.3
-    monkeypatch.setattr(interval, "_plan_kv", lambda *_, **__: (1, split, -(-T // split)))
+    monkeypatch.setattr(interval, "_plan_kv", lambda *_, **__: (*plan, -(-T // plan[1])))
     block, stride, width = (geometry[name] for name in ("block", "stride", "width"))
     C = (start + T - block) // stride + 1 + 70
     q, do = (randn(2, T, 2 * H, 64, seed=n).half() for n in (1, 4))
