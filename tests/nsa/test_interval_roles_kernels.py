@@ -51,18 +51,18 @@ def test_forward_with_warp_roles(
 @pytest.mark.parametrize(
     ("geometry", "sizes", "start", "plan"),
     [
-        (COMPRESSED, (64, 2, 2, False), 0, (1, 512)),
-        (COMPRESSED, (64, 2, 3, True), 700, (1, 128)),
-        (COMPRESSED, (128, 3, 2, True), 0, (2, 256)),
-        ({"block": 1, "stride": 1, "width": 90}, (64, 2, 2, True), 0, (2, 512)),
-        ({"block": 1, "stride": 1, "width": 40}, (64, 3, 2, False), 200, (1, 512)),
-        ({"block": 131, "stride": 1, "width": 70}, (64, 2, 3, False), 300, (2, 512)),
+        (COMPRESSED, (64, 2, 2, False, False), 0, (1, 512)),
+        (COMPRESSED, (64, 2, 3, True, False), 700, (1, 128)),
+        (COMPRESSED, (128, 3, 2, True, True), 0, (2, 256)),
+        ({"block": 1, "stride": 1, "width": 90}, (64, 2, 2, True, True), 0, (2, 512)),
+        ({"block": 1, "stride": 1, "width": 40}, (64, 3, 2, False, True), 200, (1, 512)),
+        ({"block": 131, "stride": 1, "width": 70}, (64, 2, 3, False, False), 300, (2, 512)),
     ],
     ids=["compressed", "three groups, late", "ranges", "window", "late window", "cut window"],
 )
 def test_gradients_of_keys_with_warp_roles(
     geometry: dict[str, int | None],
-    sizes: tuple[int, int, int, bool],
+    sizes: tuple[int, int, int, bool, bool],
     start: int,
     plan: tuple[int, int],
     monkeypatch: pytest.MonkeyPatch,
@@ -118,7 +118,7 @@ def test_gradients_of_keys_with_warp_roles(
 
 def test_a_table_names_who_serves_gradients_of_keys(monkeypatch: pytest.MonkeyPatch) -> None:
     """Sizes of a table serve Hopper alone, rows of its width, and calls of many rows."""
-    sizes = interval.BackwardRoleSizes(64, 4, 2, True, 168, 240)
+    sizes = interval.BackwardRoleSizes(64, 4, 2, True, True, 168, 240)
     q, do, k = (torch.empty(1, 4096, n, 64, dtype=torch.float16) for n in (4, 4, 2))
 
     def served(rows: int = 4096, width: int | None = None, dtype: torch.dtype = q.dtype) -> bool:

@@ -1260,6 +1260,7 @@ class BackwardRoleSizes:
     stages: int  # tiles of queries held
     groups: int  # of four warps, each with 64 keys
     ahead: bool  # products of keys and the next tile before this one's gradients
+    kept: bool  # K and V in registers
     registers: int  # of a thread at the start
     differentiate: int  # and of one that differentiates, but of the first group: it has the rest
     fetch: int = 24
@@ -1789,6 +1790,7 @@ def _backward_kv_by_roles(
         t.stages,
         t.groups,
         t.ahead,
+        t.kept,
         width is not None,
         t.differentiate,
         t.fetch,

@@ -157,6 +157,7 @@ def _differentiate(
     HP: gl.constexpr,
     BANDED: gl.constexpr,
     AHEAD: gl.constexpr,
+    KEPT: gl.constexpr,
 ):
     """dK and dV of keys c0 + 64 WHICH .. + 63. Keys are rows, so that weights and their gradients
     go from registers into the next product.
@@ -180,6 +181,10 @@ def _differentiate(
     k = k_bufs.index(WHICH).reshape([64, D])
     v = v_bufs.index(WHICH).reshape([64, D])
     mbarrier.wait(kv_full.index(0), 0)
+    if KEPT:
+        # of the shared memory's 128 bytes a clock, products of 64 rows by 64 take all otherwise
+        k = k.load(gl.DotOperandLayout(0, s_lay, 2))
+        v = v.load(gl.DotOperandLayout(0, s_lay, 2))
     turn = 0
     for _ in range(HP):
         _pass(full, empty, turn, a)
@@ -268,6 +273,7 @@ def nsa_interval_backward_kv_roles(
     STAGES: gl.constexpr,
     GROUPS: gl.constexpr,
     AHEAD: gl.constexpr,
+    KEPT: gl.constexpr,
     BANDED: gl.constexpr,
     REGISTERS: gl.constexpr,
     FETCH_REGISTERS: gl.constexpr,
@@ -310,9 +316,9 @@ def nsa_interval_backward_kv_roles(
         gl.warp_specialize(
             [
                 (_differentiate, (DK, DV, held, begin, num_tiles, slot, g, c0, C, where, width,
-                    scale, scale_log2, 0, G, HP, BANDED, AHEAD)),
+                    scale, scale_log2, 0, G, HP, BANDED, AHEAD, KEPT)),
                 (_differentiate, (DK, DV, held, begin, num_tiles, slot, g, c0, C, where, width,
-                    scale, scale_log2, 1, G, HP, BANDED, AHEAD)),
+                    scale, scale_log2, 1, G, HP, BANDED, AHEAD, KEPT)),
                 (_fetch, (Q, DO, K, V, LSE, DELTA, held, begin, num_tiles, b, g, head, c0, T, TO,
                     G * H, HP, GROUPS)),
             ],
@@ -324,11 +330,11 @@ def nsa_interval_backward_kv_roles(
         gl.warp_specialize(
             [
                 (_differentiate, (DK, DV, held, begin, num_tiles, slot, g, c0, C, where, width,
-                    scale, scale_log2, 0, G, HP, BANDED, AHEAD)),
+                    scale, scale_log2, 0, G, HP, BANDED, AHEAD, KEPT)),
                 (_differentiate, (DK, DV, held, begin, num_tiles, slot, g, c0, C, where, width,
-                    scale, scale_log2, 1, G, HP, BANDED, AHEAD)),
+                    scale, scale_log2, 1, G, HP, BANDED, AHEAD, KEPT)),
                 (_differentiate, (DK, DV, held, begin, num_tiles, slot, g, c0, C, where, width,
-                    scale, scale_log2, 2, G, HP, BANDED, AHEAD)),
+                    scale, scale_log2, 2, G, HP, BANDED, AHEAD, KEPT)),
                 (_fetch, (Q, DO, K, V, LSE, DELTA, held, begin, num_tiles, b, g, head, c0, T, TO,
                     G * H, HP, GROUPS)),
             ],

@@ -46,8 +46,8 @@ COMPRESSED_ROLES = {
 }
 # dK and dV. The second stores and loads two registers where keys are masked.
 COMPRESSED_ROLES_BACKWARD = {
-    64: interval.BackwardRoleSizes(64, 4, 2, True, 168, 240),
-    128: interval.BackwardRoleSizes(64, 3, 2, False, 168, 240),
+    64: interval.BackwardRoleSizes(64, 4, 2, True, True, 168, 240),
+    128: interval.BackwardRoleSizes(64, 3, 2, False, False, 168, 240),
 }
 
 
