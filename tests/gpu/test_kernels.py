@@ -12,6 +12,8 @@ from torch import Tensor
 
 from nsa import compress
 from nsa.ops import gated_sum, interval, means
+from nsa.ops.interval import backward_kv_kernels, roles
+from nsa.ops.interval.tile_sizes import BackwardRoleSizes
 from nsa.ops.kernels import common
 from nsa.ops.selected import triton as operator
 from nsa.ops.selected.triton import kernels as selected
@@ -189,6 +191,49 @@ def test_selected_branch_with_warp_roles(
     assert_rule(attend, lambda *x: oracle.selected(*x, blocks, **options), tensors, kept)
     once = attend(*tensors)
     assert all(torch.equal(attend(*tensors), once) for _ in range(2))
+
+
+KEYS_ROLES = {  # of gradients of keys, by width
+    64: BackwardRoleSizes(64, 4, 2, True, True, 168, 240),
+    128: BackwardRoleSizes(64, 3, 2, False, False, 168, 240),
+}
+
+
+@pytest.mark.parametrize("window", [None, 96], ids=["compressed", "window"])
+@pytest.mark.parametrize("case", [LONG, Case(LONG.tokens, 16, 128, 128, 2)], ids=str)
+def test_gradients_of_keys_with_warp_roles(
+    case: Case, window: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On Hopper the table's entry serves, and no other kernel; elsewhere none has warp roles."""
+    q, k, v = inputs(case, torch.bfloat16)
+    monkeypatch.setattr(roles, "SORT_MIN_ROWS", 0)
+    monkeypatch.setattr(roles, "BACKWARD_KV_ROLES", ((KEYS_ROLES[case.key_dim],) * 2,) * 4)
+    if torch.cuda.get_device_capability()[0] == 9:
+        monkeypatch.setattr(backward_kv_kernels, "nsa_interval_backward_kv", None)
+    options = {"width": window, "q_start": 0, "scale": case.key_dim**-0.5}
+    if window is None:
+        k, v = compress(k, config=PAPER), compress(v, config=PAPER)
+        options |= {"block": 32, "stride": 16}
+        kept = oracle.kept_compressed(q, k, block=32, stride=16)
+    else:
+        options |= {"block": 1, "stride": 1}
+        kept = oracle.kept_window(q, k, window=window)
+
+    def attend(*x: Tensor) -> Tensor:
+        return interval.attend(*x, **options)[0]
+
+    def exact(*x: Tensor) -> Tensor:
+        if window is None:
+            return oracle.compressed(*x, block=32, stride=16)[0]
+        return oracle.sliding(*x, window=window)
+
+    assert_rule(attend, exact, (q, k, v), kept)
+    leaves = [x.detach().requires_grad_() for x in (q, k, v)]
+    once, *others = (
+        torch.autograd.grad(attend(*leaves).float().square().sum(), leaves) for _ in range(3)
+    )
+    for again in others:
+        assert all(torch.equal(a, b) for a, b in zip(again, once, strict=True))
 
 
 @DTYPES

@@ -149,6 +149,14 @@ def test_programs_go_by_the_root_of_the_work(
     assert parts.heads_and_ranges(tiles, H, T, pairs=pairs, banded=True)[1] == 1
 
 
+def test_half_as_many_programs_that_are_alone() -> None:
+    pairs = 12 * 65_536 * 4_095 // 2
+    assert parts.heads_and_ranges(64, 6, 65_536, pairs=pairs, banded=False) == (1, 4)
+    assert parts.heads_and_ranges(64, 6, 65_536, pairs=pairs, banded=False, alone=True) == (1, 2)
+    assert parts.heads_and_ranges(256, 6, 16_384, pairs=pairs, banded=True) == (1, 1)
+    assert parts.heads_and_ranges(256, 6, 16_384, pairs=pairs, banded=True, alone=True) == (3, 1)
+
+
 @pytest.mark.parametrize("kind", ["odd offset", "odd address", "expanded", "room beyond the end"])
 def test_layouts_of_inputs(kind: str) -> None:
     """Whatever strides and addresses: what the copy engine cannot take is loaded otherwise, and NaN
@@ -275,13 +283,13 @@ def test_a_grid_that_is_full_gives_the_same_gradients(
     o, lse = forward_kernels.forward(q, k, v, **geometry)
     delta = products.row_products(o, do)
     want = interval_backward.backward(do, q, k, v, lse, delta, **geometry)
-    monkeypatch.setattr(backward_kv_kernels, "GRID_LIMIT", limit)
+    monkeypatch.setattr(parts, "GRID_LIMIT", limit)
     got = interval_backward.backward(do, q, k, v, lse, delta, **geometry)
     assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
 
 
 def test_grids_fit_at_five_million_keys() -> None:
-    assert backward_kv_kernels._grid_kv(8, 1, 65_535) == (8, 1, 65_535)
+    assert parts.grid(8, 1, 65_535) == (8, 1, 65_535)
     for tiles in (65_536, 5 * 2**20 // 64, 5 * 2**20 // 32):
-        x, y, z = backward_kv_kernels._grid_kv(8, 3, tiles)
+        x, y, z = parts.grid(8, 3, tiles)
         assert y == 3 and z <= 65_535 and x % 8 == 0 and tiles <= x // 8 * z < tiles + x // 8

@@ -1,5 +1,5 @@
-"""The compressed branch's forward with warp roles, on the machine of Gluon kernels: which keys a
-query sees, and that no barrier waits for ever.
+"""The interval kernels with warp roles, on the machine of Gluon kernels: which keys a query sees,
+that all tiles are visited, and that no barrier waits for ever.
 """
 
 from __future__ import annotations
@@ -11,13 +11,15 @@ import pytest
 import torch
 
 import nsa.ops.interval
-from nsa.ops.interval import forward_kernels
-from nsa.ops.interval.tile_sizes import RoleSizes
+from nsa.ops.interval import backward_kv_kernels, forward_kernels, parts, roles
+from nsa.ops.interval.tile_sizes import BackwardRoleSizes, RoleSizes
 from tests.cases import randn
 from tests.nsa import warp_roles_machine as machine
 from tests.nsa.kernel_cases import poisoned_memory  # noqa: F401
 
 SOURCE = Path(nsa.ops.interval.__file__).with_name("warp_roles.py")
+BACKWARD = SOURCE.with_name("warp_roles_backward.py")
+COMPRESSED = {"block": 8, "stride": 4, "width": None}
 
 
 @pytest.mark.parametrize(
@@ -36,7 +38,7 @@ def test_forward_with_warp_roles(
     k, v = (randn(2, C, 2, 64, seed=n).half() for n in (2, 3))
     where = {"block": 8, "stride": 4, "width": None, "q_start": start, "first": None, "scale": 0.3}
     sizes = RoleSizes(BC, 2, groups, 128, 160)
-    o, lse = forward_kernels.forward(q, k, v, **where, roles=sizes)
+    o, lse = forward_kernels.forward(q, k, v, **where, role_sizes=sizes)
     s = torch.einsum("btghd,bcgd->btghc", q.double().unflatten(2, (2, heads)), k.double()) * 0.3
     ends = torch.arange(C) * 4 + 7
     seen = ends <= (start + torch.arange(100))[:, None]
@@ -45,3 +47,95 @@ def test_forward_with_warp_roles(
     torch.testing.assert_close(o.double(), want, atol=2e-3, rtol=0)
     want_lse = torch.logsumexp(s, -1).flatten(2) / torch.log(torch.tensor(2.0))
     torch.testing.assert_close(lse.double(), want_lse, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("geometry", "sizes", "start", "plan"),
+    [
+        (COMPRESSED, (64, 2, 2, False, False), 0, (1, 512)),
+        (COMPRESSED, (64, 2, 3, True, False), 700, (1, 128)),
+        (COMPRESSED, (128, 3, 2, True, True), 0, (2, 256)),
+        ({"block": 1, "stride": 1, "width": 90}, (64, 2, 2, True, True), 0, (2, 512)),
+        ({"block": 1, "stride": 1, "width": 40}, (64, 3, 2, False, True), 200, (1, 512)),
+        ({"block": 131, "stride": 1, "width": 70}, (64, 2, 3, False, False), 300, (2, 512)),
+    ],
+    ids=["compressed", "three groups, late", "ranges", "window", "late window", "cut window"],
+)
+def test_gradients_of_keys_with_warp_roles(
+    geometry: dict[str, int | None],
+    sizes: tuple[int, int, int, bool, bool],
+    start: int,
+    plan: tuple[int, int],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Two rows of a batch, two kv heads of two, one or both a program, queries in ranges that cut
+    what a key is seen by; keys that no query sees, queries that see none, and rows of lse beyond
+    the queries.
+    """
+    names = ["nsa_interval_backward_kv_roles"]
+    kernels = machine.kernels(names, BACKWARD, fetching_threads=32)
+    found = SimpleNamespace(**kernels)
+    monkeypatch.setattr(nsa.ops.interval, "warp_roles_backward", found, raising=False)
+    T, H, scale = 500, 2, 0.3
+    monkeypatch.setattr(parts, "plan", lambda *_, **__: (*plan, -(-T // plan[1])))
+    block, stride, width = (geometry[name] for name in ("block", "stride", "width"))
+    C = (start + T - block) // stride + 1 + 70
+    q, do = (randn(2, T, 2 * H, 64, seed=n).half() for n in (1, 4))
+    k, v = (randn(2, C, 2, 64, seed=n).half() for n in (2, 3))
+    ends = torch.arange(C) * stride + block - 1
+    ago = start + torch.arange(T)[:, None] - ends
+    seen = (ago >= 0) & (ago < (width or C) * stride)
+    leaves = [x.double().requires_grad_() for x in (k, v)]
+    q_ = q.double().unflatten(2, (2, H))
+    s = torch.einsum("btghd,bcgd->btghc", q_, leaves[0]) * scale
+    s = s.masked_fill(~seen[:, None, None], -torch.inf)
+    o = torch.einsum("btghc,bcgd->btghd", s.softmax(-1).nan_to_num(), leaves[1]).flatten(2, 3)
+    lse = torch.logsumexp(s.detach(), -1).flatten(2) / torch.log(torch.tensor(2.0))
+    blind = ~seen.any(1)
+    o = o.masked_fill(blind[:, None, None], 0)
+    want = torch.autograd.grad(o, leaves, do.double())
+    delta = (o.detach() * do.double()).sum(-1)
+    # rows that the queries do not have
+    of_rows = [
+        torch.nn.functional.pad(x.float(), (0, 0, 0, 3), value=torch.nan) for x in (lse, delta)
+    ]
+    do = torch.nn.functional.pad(do, (0, 0, 0, 0, 0, 3), value=torch.nan)
+    got = backward_kv_kernels.backward_kv(
+        do,
+        q,
+        k,
+        v,
+        *of_rows,
+        **geometry,
+        q_start=start,
+        first=None,
+        scale=scale,
+        role_sizes=BackwardRoleSizes(*sizes, 168, 240),
+    )
+    for what, a, b in zip(("dk", "dv"), got, want, strict=True):
+        # fp16 weights of their products
+        assert (a.double() - b).abs().max() <= 2**-8 * max(1, b.abs().max()), what
+
+
+def test_a_table_names_who_serves_gradients_of_keys(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sizes of a table serve Hopper alone, rows of its width, and calls of many rows."""
+    sizes = BackwardRoleSizes(64, 4, 2, True, True, 168, 240)
+    q, do, k = (torch.empty(1, 4096, n, 64, dtype=torch.float16) for n in (4, 4, 2))
+
+    def served(rows: int = 4096, width: int | None = None, dtype: torch.dtype = q.dtype) -> bool:
+        given = (do[:, :rows].to(dtype), q[:, :rows].to(dtype), k.to(dtype), k.to(dtype))
+        found = roles.backward_kv_sizes(*given, width, work=1 << 30)
+        assert found in (None, sizes)
+        return found is not None
+
+    monkeypatch.setattr(roles, "described", lambda rows, *_, work: ([], rows == sizes.BM))
+    monkeypatch.setattr(roles, "sm_of", lambda device: (9, 0))
+    assert not served(), "the tables are empty until a GPU has measured the kernel"
+    monkeypatch.setattr(roles, "BACKWARD_KV_ROLES", ((sizes, None), *[(None, None)] * 3))
+    assert served() and not served(width=512)
+    assert not served(rows=4095) and not served(dtype=torch.float32)
+    monkeypatch.setattr(roles, "is_off", lambda step: step == "roles")
+    assert not served()
+    monkeypatch.setattr(roles, "is_off", lambda step: False)
+    monkeypatch.setattr(roles, "sm_of", lambda device: (8, 0))
+    assert not served()

@@ -201,7 +201,7 @@ def test_two_branches_in_one_launch(
 ) -> None:
     """Where the best tiles of both are the same; dK and dV only of few queries."""
     alone: list[int] = []
-    tiles_of = tile_sizes._tiles_of
+    tiles_of = tile_sizes.tiles_of
     monkeypatch.setattr(common, "COPY_MIN_ELEMENTS", ORDINARY_LOADS if small else 0)
     if not alike:
 
@@ -210,7 +210,7 @@ def test_two_branches_in_one_launch(
             return found if width is None else {**found, "BC": 16}
 
         for module in (merged, backward_q_kernels, backward_kv_kernels):
-            monkeypatch.setattr(module, "_tiles_of", unlike)
+            monkeypatch.setattr(module, "tiles_of", unlike)
     given = inputs(1, 40, 40)
     by_itself = gradients(call, given)
     for name in ("backward_q", "backward_kv"):

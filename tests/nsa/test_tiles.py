@@ -102,7 +102,7 @@ def test_cards_that_give_as_much_as_the_measured_one_keep_its_tiles(on: object) 
         on(sm)  # type: ignore[operator]
         for kernel, table in tile_sizes.TILES.items():
             for width in (None, 512):
-                assert tile_sizes._tiles_of(kernel, q, 128, width) == table[1][width is not None]
+                assert tile_sizes.tiles_of(kernel, q, 128, width) == table[1][width is not None]
         assert selected._backward_tiles(q, 128, 64, 16) is selected.BACKWARD[1]
         assert (
             selected._of_class("selected_forward", selected.FORWARD, q, 128)
@@ -120,14 +120,14 @@ def test_cards_that_give_less_take_other_tiles(on: object) -> None:
     q = torch.zeros(1, 1, 16, 128, dtype=torch.bfloat16)
     wide = torch.zeros(1, 1, 16, 192, dtype=torch.bfloat16)
     on((8, 9))  # type: ignore[operator]
-    assert tile_sizes._tiles_of("backward_q", q, 128, None)["BM"] == 64
+    assert tile_sizes.tiles_of("backward_q", q, 128, None)["BM"] == 64
     assert selected._backward_tiles(wide, 128, 64, 16).M == 16
     assert selected._backward_tiles(wide, 128, 64, 32).M == 32, "a query's heads share a tile"
     on((8, 0))  # type: ignore[operator]
     assert selected._backward_tiles(wide, 128, 64, 16).M == 32
     assert selected._backward_tiles(wide, 128, 64, 16).segments == selected.BACKWARD[2].segments
     on((10, 0))  # type: ignore[operator]
-    assert tile_sizes._tiles_of("backward_q", q, 128, None) == tile_sizes.TILES["backward_q"][1][0]
+    assert tile_sizes.tiles_of("backward_q", q, 128, None) == tile_sizes.TILES["backward_q"][1][0]
     assert tiles.smaller("selected_backward", 0, q.device)["num_warps"] == 8
 
 

@@ -1,5 +1,5 @@
-"""A machine on which the Gluon kernels run on a CPU: `nsa.ops.selected.triton.warp_roles` and
-`nsa.ops.scores.passing_keys`.
+"""A machine on which the Gluon kernels run on a CPU: `nsa.ops.selected.triton.warp_roles`,
+`nsa.ops.scores.passing_keys` and those of `nsa.ops.interval`.
 
 Triton interprets no Gluon. Here each role is a Python thread, a tensor is PyTorch's, a barrier
 counts arrivals, and shared memory is NaN until it is written. Layouts, registers and the order of
@@ -233,13 +233,15 @@ def language() -> Any:
     return gl
 
 
-def kernels(needed: Sequence[str], source: Path = SOURCE) -> Mapping[str, Kernel]:
+def kernels(
+    needed: Sequence[str], source: Path = SOURCE, fetching_threads: int = FETCHING_THREADS
+) -> Mapping[str, Kernel]:
     """The kernels of the source file, by name, for this machine."""
     gl = language()
     hopper: Any = SimpleNamespace()
     hopper.async_copy = SimpleNamespace(
         async_copy_global_to_shared=copy,
-        mbarrier_arrive=lambda barrier, increment_count: barrier.arrive(FETCHING_THREADS),
+        mbarrier_arrive=lambda barrier, increment_count: barrier.arrive(fetching_threads),
         commit_group=lambda: None,
         wait_group=lambda outstanding: None,
     )
@@ -259,7 +261,8 @@ def kernels(needed: Sequence[str], source: Path = SOURCE) -> Mapping[str, Kernel
     stand_ins: dict[str, Any] = {
         "triton.experimental": SimpleNamespace(
             gluon=SimpleNamespace(
-                jit=lambda function: function, constexpr_function=lambda function: function
+                jit=lambda function=None, **_: function or (lambda named: named),
+                constexpr_function=lambda function: function,
             )
         ),
         GLUON: SimpleNamespace(language=gl),

@@ -20,6 +20,7 @@ ROOT = Path(__file__).parents[2]
 FILES = sorted((ROOT / "reports" / "baselines" / "codegen").glob("*.txt"))
 # warp roles, of rows that a 128-byte swizzle holds
 HOPPER_ONLY = {
+    "nsa_interval_backward_kv_roles",
     "nsa_interval_forward_roles",
     "nsa_scores_roles",
     "nsa_selected_backward_roles",

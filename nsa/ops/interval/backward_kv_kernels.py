@@ -12,9 +12,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from nsa.ops.interval import parts
-from nsa.ops.interval.tile_loads import _SHOWN, _bounds, _of_rows, _tile, _tile_of
-from nsa.ops.interval.tile_sizes import _tiles_of
+from nsa.ops.interval import parts, roles
+from nsa.ops.interval.tile_loads import SHOWN_BY, load_tile, load_tile_of, lse_and_delta, seen_keys
+from nsa.ops.interval.tile_sizes import BackwardRoleSizes, tiles_of
 from nsa.ops.kernels.common import (
     LOG2E,
     cdiv,
@@ -26,7 +26,6 @@ from nsa.ops.kernels.common import (
     starts,
 )
 from nsa.ops.kernels.launch import launch
-from nsa.routing.thresholds import GRID_LIMIT
 
 
 @triton.jit
@@ -70,13 +69,13 @@ def _step_kv(
     t = t0 + tl.arange(0, BM)
     live = t < T
     row = (b.to(tl.int64) * TO + t) * HQ + head
-    q = _tile_of(Q, b, head, t0, T, sq_t, D, BM, BD, False, COPY)
-    do = _tile_of(DO, b, head, t0, T, HQ * DV, DV, BM, BDV, False, COPY)
-    lse, delta = _of_rows(LSE, DELTA, row, live)
+    q = load_tile_of(Q, b, head, t0, T, sq_t, D, BM, BD, False, COPY)
+    do = load_tile_of(DO, b, head, t0, T, HQ * DV, DV, BM, BDV, False, COPY)
+    lse, delta = lse_and_delta(LSE, DELTA, row, live)
     # [keys, queries]
     p = tl.exp2(tl.dot(k, tl.trans(q), input_precision=PREC) * scale_log2 - lse[None, :])
     if MASK:
-        lo, hi = _bounds(t, b, T, C, q0, block, stride, width, Q0, FIRST, RAGGED, DOCS, BANDED)
+        lo, hi = seen_keys(t, b, T, C, q0, block, stride, width, Q0, FIRST, RAGGED, DOCS, BANDED)
         p = tl.where((c[:, None] >= lo[None, :]) & (c[:, None] < hi[None, :]), p, 0.0)
     dv = tl.dot(p.to(do.dtype), do, dv, input_precision=PREC)
     ds = p * (tl.dot(v, tl.trans(do), input_precision=PREC) - delta[None, :])
@@ -84,7 +83,7 @@ def _step_kv(
 
 
 @triton.jit
-def _queries_kv(
+def queries_kv(
     heads_at,
     range_at,
     tile_at,
@@ -150,8 +149,8 @@ def _queries_kv(
     c = c0 + tl.arange(0, BC)
     d = tl.arange(0, BD)
     dv_ = tl.arange(0, BDV)
-    k = _tile(K + b * sk_b + g * sk_g, c, sk_s, c < C, d, D, BD, False)
-    v = _tile(V + b * sv_b + g * sv_g, c, sv_s, c < C, dv_, DV, BDV, False)
+    k = load_tile(K + b * sk_b + g * sk_g, c, sk_s, c < C, d, D, BD, False)
+    v = load_tile(V + b * sv_b + g * sv_g, c, sv_s, c < C, dv_, DV, BDV, False)
     dk = tl.zeros([BC, BD], tl.float32)
     dv = tl.zeros([BC, BDV], tl.float32)
     # the first query that sees a key of the tile
@@ -263,7 +262,7 @@ def _queries_kv(
     )
 
 
-@triton.jit(repr=named_by("nsa_interval_backward_kv", _SHOWN))
+@triton.jit(repr=named_by("nsa_interval_backward_kv", SHOWN_BY))
 def nsa_interval_backward_kv(
     Q,
     K,
@@ -310,11 +309,11 @@ def nsa_interval_backward_kv(
     PREC: tl.constexpr,
     COPY: tl.constexpr,
 ):
-    """`_queries_kv`, the longest tiles first."""
+    """`queries_kv`, the longest tiles first."""
     per_tile: tl.constexpr = G * (H // HP)
     # as many tiles lie in the first dimension as the third has no room for
     folds = tl.num_programs(0) // per_tile
-    _queries_kv(
+    queries_kv(
         tl.program_id(0) % per_tile,
         tl.program_id(1),
         tl.program_id(2) * folds + tl.program_id(0) // per_tile,
@@ -366,14 +365,6 @@ def nsa_interval_backward_kv(
     )
 
 
-def _grid_kv(parts: int, ranges: int, tiles: int) -> tuple[int, int, int]:
-    """The grid of the gradients of keys: ``tiles`` in its third dimension, and where they do not
-    fit there, in the first as well.
-    """
-    folds = max(1, cdiv(tiles, GRID_LIMIT))  # no key, no tile
-    return parts * folds, ranges, cdiv(tiles, folds)
-
-
 def backward_kv(
     do: Tensor,
     q: Tensor,
@@ -390,6 +381,7 @@ def backward_kv(
     scale: float,
     work: int | None = None,
     tiles: dict[str, int] | None = None,
+    role_sizes: BackwardRoleSizes | None = None,
     sums: parts.Sums | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Gradients of k and v, each in its dtype; sums of fp32 parts in a fixed order.
@@ -400,14 +392,20 @@ def backward_kv(
     (B, T, HQ, D), (C, G, DV) = q.shape, v.shape[1:]
     H = HQ // G
     q0, Q0 = starts(q_start)
-    config = dict(tiles or _tiles_of("backward_kv", q, DV, width))
+    if Q0 is None and first is None and tiles is None:
+        t = role_sizes or roles.backward_kv_sizes(do[:, :T], q, k, v, width, work=work or q.numel())
+        if t is not None:
+            where = (q0, block, stride, width)
+            found = roles.backward_kv(do[:, :T], q, k, v, (lse, delta), t, where, scale)
+            return _summed(*found, dtype=k.dtype, sums=sums)
+    config = dict(tiles or tiles_of("backward_kv", q, DV, width))
     BM, BC = config.pop("BM"), config.pop("BC")
-    heads, per_split, splits = _plan_kv(q, k, BM, BC, banded=width is not None)
-    dk, dv = _room_kv(k, v, splits * (H // heads))
+    heads, per_split, splits = parts.plan(q, k, BM, BC, banded=width is not None)
+    dk, dv = parts.room(k, v, splits * (H // heads))
     (queries, gradients), copy = described(BM, q, do[:, :T], work=work or q.numel())
     launch(
         nsa_interval_backward_kv,
-        _grid_kv(G * (H // heads), B * splits, cdiv(C, BC)),
+        parts.grid(G * (H // heads), B * splits, cdiv(C, BC)),
         queries,
         k,
         v,
@@ -448,26 +446,15 @@ def backward_kv(
         copy,
         **config,
     )
+    return _summed(dk, dv, dtype=k.dtype, sums=sums)
+
+
+def _summed(
+    dk: Tensor, dv: Tensor, *, dtype: torch.dtype, sums: parts.Sums | None
+) -> tuple[Tensor, Tensor]:
+    """Of parts [parts, ...]; with ``sums`` they hold nothing until its `launch`."""
     wanted = parts.Sums() if sums is None else sums
-    found = wanted.of(dk, dv, dtype=k.dtype)
+    found = wanted.of(dk, dv, dtype=dtype)
     if sums is None:
         wanted.launch()
     return found
-
-
-def _plan_kv(q: Tensor, k: Tensor, BM: int, BC: int, *, banded: bool) -> tuple[int, int, int]:
-    """(query heads a program, queries a range, ranges) of the gradients of keys."""
-    (B, T, HQ, _), (C, G) = q.shape, k.shape[1:3]
-    heads, splits = parts.heads_and_ranges(
-        cdiv(C, BC) * B * G, HQ // G, T, pairs=B * HQ * T * C // 2, banded=banded
-    )
-    per_split = cdiv(cdiv(T, min(splits, max(1, GRID_LIMIT // B))), BM) * BM
-    return heads, per_split, cdiv(T, per_split)
-
-
-def _room_kv(k: Tensor, v: Tensor, num_parts: int) -> tuple[Tensor, Tensor]:
-    """Room for parts of dK and dV, [parts, ...]: fp32 where there are several."""
-    kept = torch.float32 if num_parts > 1 else k.dtype
-    return k.new_empty(num_parts, *k.shape, dtype=kept), v.new_empty(
-        num_parts, *v.shape, dtype=kept
-    )

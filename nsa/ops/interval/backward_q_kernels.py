@@ -10,8 +10,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from nsa.ops.interval.tile_loads import _SHOWN, _bounds, _of_rows, _tile, _tile_of
-from nsa.ops.interval.tile_sizes import _tiles_of
+from nsa.ops.interval.tile_loads import SHOWN_BY, load_tile, load_tile_of, lse_and_delta, seen_keys
+from nsa.ops.interval.tile_sizes import tiles_of
 from nsa.ops.kernels.common import (
     LOG2E,
     cdiv,
@@ -53,8 +53,8 @@ def _step_q(
     COPY: tl.constexpr,
 ):
     c = c0 + tl.arange(0, BC)
-    k = _tile_of(K, b, g, c0, C, sk_s, D, BC, BD, not MASK, COPY)
-    v = _tile_of(V, b, g, c0, C, sv_s, DV, BC, BDV, not MASK, COPY)
+    k = load_tile_of(K, b, g, c0, C, sk_s, D, BC, BD, not MASK, COPY)
+    v = load_tile_of(V, b, g, c0, C, sv_s, DV, BC, BDV, not MASK, COPY)
     p = tl.exp2(tl.dot(q, tl.trans(k), input_precision=PREC) * scale_log2 - lse[:, None])
     if MASK:
         p = tl.where((c[None, :] >= lo[:, None]) & (c[None, :] < hi[:, None]), p, 0.0)
@@ -63,7 +63,7 @@ def _step_q(
 
 
 @triton.jit
-def _keys_q(
+def keys_q(
     q,
     do,
     K,
@@ -178,7 +178,7 @@ def _keys_q(
     return acc
 
 
-@triton.jit(repr=named_by("nsa_interval_backward_q", _SHOWN))
+@triton.jit(repr=named_by("nsa_interval_backward_q", SHOWN_BY))
 def nsa_interval_backward_q(
     Q,
     K,
@@ -230,17 +230,17 @@ def nsa_interval_backward_q(
     g = tl.program_id(1) // H
     t = t0 + tl.arange(0, BM)
     live = t < T
-    lo, hi = _bounds(t, b, T, C, q0, block, stride, width, Q0, FIRST, RAGGED, DOCS, BANDED)
+    lo, hi = seen_keys(t, b, T, C, q0, block, stride, width, Q0, FIRST, RAGGED, DOCS, BANDED)
     if not COPY:
         K += b * sk_b + g.to(tl.int64) * sk_g
         V += b * sv_b + g.to(tl.int64) * sv_g
     d = tl.arange(0, BD)
-    q = _tile(Q + b * sq_b + head * sq_h, t, sq_t, live, d, D, BD, False)
+    q = load_tile(Q + b * sq_b + head * sq_h, t, sq_t, live, d, D, BD, False)
     row = (b * TO + t) * HQ + head
-    do = _tile(DO, row, DV, live, tl.arange(0, BDV), DV, BDV, False)
-    lse, delta = _of_rows(LSE, DELTA, row, live)
+    do = load_tile(DO, row, DV, live, tl.arange(0, BDV), DV, BDV, False)
+    lse, delta = lse_and_delta(LSE, DELTA, row, live)
     acc = tl.zeros([BM, BD], tl.float32)
-    acc = _keys_q(
+    acc = keys_q(
         q,
         do,
         K,
@@ -304,7 +304,7 @@ def backward_q(
     assert dq is not None or lse.shape[1] == T, "rows of dq lie as those of lse"
     dq = q.new_empty(B, T, HQ, D) if dq is None else dq
     q0, Q0 = starts(q_start)
-    config = dict(tiles or _tiles_of("backward_q", q, DV, width))
+    config = dict(tiles or tiles_of("backward_q", q, DV, width))
     BM, BC = config.pop("BM"), config.pop("BC")
     keys, copy = described(BC, k, v, work=work or q.numel())
     launch(

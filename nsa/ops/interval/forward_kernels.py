@@ -2,13 +2,10 @@
 sliding branch.
 
 Letters and intervals as in `nsa.ops.interval.tile_loads`. Calls of few queries go to
-`nsa.ops.decode.kernels`, some on Hopper to `nsa.ops.interval.warp_roles`.
+`nsa.ops.decode.kernels`, some on Hopper to `nsa.ops.interval.roles`.
 """
 
 from __future__ import annotations
-
-from functools import lru_cache
-from typing import Any
 
 import torch
 import triton
@@ -16,8 +13,9 @@ import triton.language as tl
 from torch import Tensor
 
 from nsa.ops.decode import kernels as decode
-from nsa.ops.interval.tile_loads import _SHOWN, _bounds, _tile, _tile_of
-from nsa.ops.interval.tile_sizes import FORWARD_ROLES, RoleSizes, _tiles_of
+from nsa.ops.interval import roles
+from nsa.ops.interval.tile_loads import SHOWN_BY, load_tile, load_tile_of, seen_keys
+from nsa.ops.interval.tile_sizes import RoleSizes, tiles_of
 from nsa.ops.kernels.common import (
     LOG2E,
     cdiv,
@@ -27,12 +25,8 @@ from nsa.ops.kernels.common import (
     precision,
     rows,
     starts,
-    width_class,
 )
 from nsa.ops.kernels.launch import launch
-from nsa.ops.kernels.tiles import sm_of
-from nsa.routing.thresholds import SORT_MIN_ROWS
-from nsa.settings import is_off
 
 
 @triton.jit
@@ -62,7 +56,7 @@ def _step(
     COPY: tl.constexpr,
 ):
     c = c0 + tl.arange(0, BC)
-    k = _tile_of(K, b, g, c0, C, sk_s, D, BC, BD, not MASK, COPY)
+    k = load_tile_of(K, b, g, c0, C, sk_s, D, BC, BD, not MASK, COPY)
     s = tl.dot(q, tl.trans(k), input_precision=PREC) * scale_log2
     if MASK:
         s = tl.where((c[None, :] >= lo[:, None]) & (c[None, :] < hi[:, None]), s, float("-inf"))
@@ -70,12 +64,12 @@ def _step(
     safe = tl.where(new == float("-inf"), 0.0, new) if MASK else new
     p = tl.exp2(s - safe[:, None])
     a = tl.exp2(m - safe)
-    v = _tile_of(V, b, g, c0, C, sv_s, DV, BC, BDV, not MASK, COPY)
+    v = load_tile_of(V, b, g, c0, C, sv_s, DV, BC, BDV, not MASK, COPY)
     acc = tl.dot(p.to(v.dtype), v, acc * a[:, None], input_precision=PREC)
     return new, l * a + tl.sum(p, 1), acc
 
 
-@triton.jit(repr=named_by("nsa_interval_forward", _SHOWN))
+@triton.jit(repr=named_by("nsa_interval_forward", SHOWN_BY))
 def nsa_interval_forward(
     Q,
     K,
@@ -121,11 +115,11 @@ def nsa_interval_forward(
     b = b_.to(tl.int64)
     g = tl.program_id(1) // H
     t = t0 + tl.arange(0, BM)
-    lo, hi = _bounds(t, b, T, C, q0, block, stride, width, Q0, FIRST, RAGGED, DOCS, BANDED)
+    lo, hi = seen_keys(t, b, T, C, q0, block, stride, width, Q0, FIRST, RAGGED, DOCS, BANDED)
     if not COPY:
         K += b * sk_b + g.to(tl.int64) * sk_g
         V += b * sv_b + g.to(tl.int64) * sv_g
-    q = _tile(Q + b * sq_b + head * sq_h, t, sq_t, t < T, tl.arange(0, BD), D, BD, False)
+    q = load_tile(Q + b * sq_b + head * sq_h, t, sq_t, t < T, tl.arange(0, BD), D, BD, False)
     m = tl.full([BM], float("-inf"), tl.float32)
     l = tl.zeros([BM], tl.float32)
     acc = tl.zeros([BM, BDV], tl.float32)
@@ -240,7 +234,7 @@ def forward(
     into: tuple[Tensor, Tensor] | None = None,
     work: int | None = None,
     tiles: dict[str, int] | None = None,
-    roles: RoleSizes | None = None,
+    role_sizes: RoleSizes | None = None,
 ) -> tuple[Tensor, Tensor]:
     """q [B, T, Q, D], k [B, C, G, D], v [B, C, G, DV] -> (o [B, T, Q, DV], lse to base 2 [B, T, Q]
     fp32).
@@ -268,11 +262,11 @@ def forward(
         return o, lse
     q0, Q0 = starts(q_start)
     if Q0 is None and first is None and width is None and tiles is None:
-        t = roles or _role_sizes(q, k, v, scale, work=work or q.numel())
+        t = role_sizes or roles.forward_sizes(q, k, v, scale, work=work or q.numel())
         if t is not None:
-            _forward_by_roles(q, k, v, (o, lse), t, (q0, block, stride), scale)
+            roles.forward(q, k, v, (o, lse), t, (q0, block, stride), scale)
             return o, lse
-    config = dict(tiles or _tiles_of("forward", q, DV, width))
+    config = dict(tiles or tiles_of("forward", q, DV, width))
     BM, BC = config.pop("BM"), config.pop("BC")
     keys, copy = described(BC, k, v, work=work or q.numel())
     launch(
@@ -311,78 +305,3 @@ def forward(
         **config,
     )
     return o, lse
-
-
-def _role_sizes(q: Tensor, k: Tensor, v: Tensor, scale: float, *, work: int) -> RoleSizes | None:
-    """Those of `nsa.ops.interval.warp_roles` where it computes these: rows of 64 or 128 elements of
-    2 bytes, groups of heads that it divides, what the copy engine takes.
-    """
-    t = FORWARD_ROLES[min(3, width_class(q, v.shape[3]) + (q.dtype == torch.float32))]
-    sm = sm_of(q.device)
-    if t is None or is_off("roles") or sm is None or sm[0] != 9:
-        return None
-    # as many rows as the other steps with roles
-    few = q.shape[0] * q.shape[1] * k.shape[2] < SORT_MIN_ROWS
-    if few or not scale > 0 or q.element_size() != 2:
-        return None
-    if not (q.shape[3] == v.shape[3] in (64, 128)) or q.shape[2] // k.shape[2] % t.groups:
-        return None
-    return t if described(t.BC, q, k, v, work=work)[1] else None
-
-
-@lru_cache(maxsize=64)
-def _layout(tile: tuple[int, ...], dtype: torch.dtype) -> Any:
-    from triton.experimental.gluon import language as gl
-
-    return gl.NVMMASharedLayout.get_default_for(
-        tile, gl.bfloat16 if dtype == torch.bfloat16 else gl.float16
-    )
-
-
-def _forward_by_roles(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    into: tuple[Tensor, Tensor],
-    t: RoleSizes,
-    where: tuple[int, int, int],
-    scale: float,
-) -> None:
-    from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
-
-    from nsa.ops.interval import warp_roles  # Triton's Gluon, for it alone
-
-    (B, T, HQ, D), (C, G) = q.shape, k.shape[1:3]
-    tensors = []
-    for x, tile_rows in ((q, 64), (k, t.BC), (v, t.BC)):
-        unit = 16 // x.element_size()
-        # the stride of a dimension of size 1 is never used, and may be anything
-        strides = [
-            unit if size == 1 else stride
-            for size, stride in zip(x.shape[:-1], x.stride()[:-1], strict=True)
-        ]
-        tile = (1, tile_rows, 1, D)
-        tensors.append(
-            TensorDescriptor(x, list(x.shape), [*strides, 1], list(tile), _layout(tile, x.dtype))
-        )
-    launch(
-        warp_roles.nsa_interval_forward_roles,
-        (cdiv(T, 64), HQ // t.groups, B),
-        *tensors,
-        *into,
-        T,
-        into[1].shape[1],
-        C,
-        *where,
-        scale * LOG2E,
-        HQ // G,
-        HQ,
-        D,
-        t.BC,
-        t.stages,
-        t.groups,
-        t.attend,
-        t.fetch,
-        num_warps=4,
-        maxnreg=t.registers,
-    )

@@ -13,10 +13,10 @@ import triton.language as tl
 from torch import Tensor
 
 from nsa.ops.interval import parts
-from nsa.ops.interval.backward_kv_kernels import _plan_kv, _queries_kv, _room_kv, backward_kv
-from nsa.ops.interval.backward_q_kernels import _keys_q, backward_q
-from nsa.ops.interval.tile_loads import _bounds, _of_rows, _tile
-from nsa.ops.interval.tile_sizes import _tiles_of
+from nsa.ops.interval.backward_kv_kernels import backward_kv, queries_kv
+from nsa.ops.interval.backward_q_kernels import backward_q, keys_q
+from nsa.ops.interval.tile_loads import load_tile, lse_and_delta, seen_keys
+from nsa.ops.interval.tile_sizes import tiles_of
 from nsa.ops.kernels import common
 from nsa.ops.kernels.common import (
     LOG2E,
@@ -100,13 +100,13 @@ def nsa_interval_backward_q_both(
         K_BAND += b * skb_b + g.to(tl.int64) * skb_g
         V_BAND += b * svb_b + g.to(tl.int64) * svb_g
     d = tl.arange(0, BD)
-    q = _tile(Q + b * sq_b + head * sq_h, t, sq_t, live, d, D, BD, False)
+    q = load_tile(Q + b * sq_b + head * sq_h, t, sq_t, live, d, D, BD, False)
     row = (b * T + t) * HQ + head
-    do = _tile(DO, row, DV, live, tl.arange(0, BDV), DV, BDV, False)
+    do = load_tile(DO, row, DV, live, tl.arange(0, BDV), DV, BDV, False)
     acc = tl.zeros([BM, BD], tl.float32)
-    lo, hi = _bounds(t, b, T, C, q0, block, stride, width, Q0, FIRST, RAGGED, DOCS, False)
-    lse, delta = _of_rows(LSE, DELTA, row, live)
-    acc = _keys_q(
+    lo, hi = seen_keys(t, b, T, C, q0, block, stride, width, Q0, FIRST, RAGGED, DOCS, False)
+    lse, delta = lse_and_delta(LSE, DELTA, row, live)
+    acc = keys_q(
         q,
         do,
         K,
@@ -131,9 +131,9 @@ def nsa_interval_backward_q_both(
         PREC,
         COPY,
     )
-    lo, hi = _bounds(t, b, T, C_BAND, q0, block_band, 1, width, Q0, FIRST, RAGGED, DOCS, True)
-    lse, delta = _of_rows(LSE_BAND, DELTA_BAND, row, live)
-    acc = _keys_q(
+    lo, hi = seen_keys(t, b, T, C_BAND, q0, block_band, 1, width, Q0, FIRST, RAGGED, DOCS, True)
+    lse, delta = lse_and_delta(LSE_BAND, DELTA_BAND, row, live)
+    acc = keys_q(
         q,
         do,
         K_BAND,
@@ -226,7 +226,7 @@ def nsa_interval_backward_kv_both(
     DOCS: tl.constexpr,
     PREC: tl.constexpr,
 ):
-    """`_queries_kv` of blocks of keys (block, stride) by the first ``num_programs``, whose first
+    """`queries_kv` of blocks of keys (block, stride) by the first ``num_programs``, whose first
     tiles are the longest; then of another K and V, of which a query sees the last ``width``, and
     the first lies at position ``block_band`` - 1.
     """
@@ -236,7 +236,7 @@ def nsa_interval_backward_kv_both(
     per_tile_band: tl.constexpr = G * (H // HP_BAND)
     ranges = num_splits * batches
     if program < num_programs:
-        _queries_kv(
+        queries_kv(
             program % per_tile,
             program // per_tile % ranges,
             program // per_tile // ranges,
@@ -287,7 +287,7 @@ def nsa_interval_backward_kv_both(
             False,
         )
     else:
-        _queries_kv(
+        queries_kv(
             of_band % per_tile_band,
             of_band // per_tile_band % batches,
             of_band // per_tile_band // batches,
@@ -364,9 +364,9 @@ def backward_q_of_two(
     """
     q, *kv = (rows(x) for x in (q, *cmp, *win))
     (B, T, HQ, D), (_, G, DV) = q.shape, kv[1].shape[1:]
-    config = dict(tiles or _tiles_of("backward_q", q, DV, None))
+    config = dict(tiles or tiles_of("backward_q", q, DV, None))
     if _differ(first, win_begin) or (
-        tiles is None and config != _tiles_of("backward_q", q, DV, window)
+        tiles is None and config != tiles_of("backward_q", q, DV, window)
     ):
         where: dict[str, Any] = {"q_start": q_start, "scale": scale}
         grid: dict[str, Any] = {"block": block, "stride": stride, "width": None, "first": first}
@@ -453,10 +453,10 @@ def backward_kv_of_two(
     """
     q, *kv = (rows(x) for x in (q, *cmp, *win))
     (B, T, HQ, D), (C, G, DV) = q.shape, kv[1].shape[1:]
-    config = _tiles_of("backward_kv", q, DV, None)
+    config = tiles_of("backward_kv", q, DV, None)
     is_large = q.numel() >= common.COPY_MIN_ELEMENTS
     apart = is_large or _differ(first, win_begin)
-    if apart or config != _tiles_of("backward_kv", q, DV, window):
+    if apart or config != tiles_of("backward_kv", q, DV, window):
         where: dict[str, Any] = {"q_start": q_start, "scale": scale, "sums": sums}
         grid: dict[str, Any] = {"block": block, "stride": stride, "width": None, "first": first}
         band = _band(window, win_begin, first)
@@ -467,10 +467,10 @@ def backward_kv_of_two(
     H, C_BAND = HQ // G, kv[3].shape[1]
     q0, Q0 = starts(q_start)
     BM, BC = config.pop("BM"), config.pop("BC")
-    heads, per_split, splits = _plan_kv(q, kv[0], BM, BC, banded=False)
-    heads_band, _, _ = _plan_kv(q, kv[2], BM, BC, banded=True)  # one range
-    d_cmp = _room_kv(kv[0], kv[1], splits * (H // heads))
-    d_win = _room_kv(kv[2], kv[3], H // heads_band)
+    heads, per_split, splits = parts.plan(q, kv[0], BM, BC, banded=False)
+    heads_band, _, _ = parts.plan(q, kv[2], BM, BC, banded=True)  # one range
+    d_cmp = parts.room(kv[0], kv[1], splits * (H // heads))
+    d_win = parts.room(kv[2], kv[3], H // heads_band)
     num_programs = cdiv(C, BC) * B * splits * G * (H // heads)
     launch(
         nsa_interval_backward_kv_both,

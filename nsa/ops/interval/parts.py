@@ -1,7 +1,7 @@
-"""The parts that gradients of keys and of values are computed in: how many, and their sums, one
-launch for all, in a fixed order.
+"""The parts that gradients of keys and of values are computed in: how many, the grid that computes
+them, their room, and their sums, one launch for all, in a fixed order.
 
-B batch, C keys, G kv heads, D head dim.
+B batch, T queries, C keys, G kv heads, D head dim.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from torch import Tensor
 
 from nsa.ops.kernels.common import cdiv
 from nsa.ops.kernels.launch import launch
+from nsa.routing.thresholds import GRID_LIMIT
 
 TILE, AT_ONCE = 512, 4  # elements a program, and parts whose loads wait for nothing
 
@@ -117,7 +118,7 @@ class Sums:
 
 @lru_cache(maxsize=1024)
 def heads_and_ranges(
-    num_tiles: int, H: int, T: int, *, pairs: int, banded: bool
+    num_tiles: int, H: int, T: int, *, pairs: int, banded: bool, alone: bool = False
 ) -> tuple[int, int]:
     """(query heads a program, ranges of queries): enough programs to fill a GPU of 132
     multiprocessors evenly, and few parts.
@@ -125,11 +126,40 @@ def heads_and_ranges(
     Tiles of a band are alike; without one, the first tile is seen by every query and the last by
     few. The cost of a part is its size, and the cost of an uneven end grows with the work,
     ``pairs`` of a query head and a key; so the number of programs grows with the root of the work.
+    Half as many fill it where one is ``alone`` on its multiprocessor.
     """
     wanted = 1024 if banded else min(4096, max(512, isqrt(pairs // 512)))
+    if alone:
+        wanted //= 2
     heads = H
     while heads > 1 and num_tiles * (H // heads) < wanted:
         heads = next(n for n in range(heads - 1, 0, -1) if H % n == 0)
     if banded:
         return heads, 1
     return heads, max(1, min(16, wanted // max(1, num_tiles * (H // heads)), T // 256))
+
+
+def plan(
+    q: Tensor, k: Tensor, BM: int, BC: int, *, banded: bool, alone: bool = False
+) -> tuple[int, int, int]:
+    """(query heads a program, queries a range, ranges) of tiles of BM queries and BC keys."""
+    (B, T, HQ, _), (C, G) = q.shape, k.shape[1:3]
+    heads, splits = heads_and_ranges(
+        cdiv(C, BC) * B * G, HQ // G, T, pairs=B * HQ * T * C // 2, banded=banded, alone=alone
+    )
+    per_split = cdiv(cdiv(T, min(splits, max(1, GRID_LIMIT // B))), BM) * BM
+    return heads, per_split, cdiv(T, per_split)
+
+
+def grid(parts: int, ranges: int, tiles: int) -> tuple[int, int, int]:
+    """``tiles`` in the third dimension, and where they do not fit there, in the first as well."""
+    folds = max(1, cdiv(tiles, GRID_LIMIT))  # no key, no tile
+    return parts * folds, ranges, cdiv(tiles, folds)
+
+
+def room(k: Tensor, v: Tensor, num_parts: int) -> tuple[Tensor, Tensor]:
+    """Room for parts of dK and dV, [parts, ...]: fp32 where there are several."""
+    kept = torch.float32 if num_parts > 1 else k.dtype
+    return k.new_empty(num_parts, *k.shape, dtype=kept), v.new_empty(
+        num_parts, *v.shape, dtype=kept
+    )

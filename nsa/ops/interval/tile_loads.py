@@ -14,11 +14,11 @@ import triton
 import triton.language as tl
 
 # What a profiler shows: the sliding branch's launches, and those by the copy engine.
-_SHOWN = {"BANDED": "_band", "COPY": "_copy"}
+SHOWN_BY = {"BANDED": "_band", "COPY": "_copy"}
 
 
 @triton.jit
-def _bounds(
+def seen_keys(
     t,
     b,
     T,
@@ -48,7 +48,7 @@ def _bounds(
 
 
 @triton.jit
-def _tile(X, at, stride, inside, d, D: tl.constexpr, BD: tl.constexpr, EVEN: tl.constexpr):
+def load_tile(X, at, stride, inside, d, D: tl.constexpr, BD: tl.constexpr, EVEN: tl.constexpr):
     """Rows ``at`` of X as [rows, BD]; 0 outside, which EVEN promises not to meet."""
     pointer = X + at.to(tl.int64)[:, None] * stride + d[None, :]
     if D == BD:
@@ -59,7 +59,7 @@ def _tile(X, at, stride, inside, d, D: tl.constexpr, BD: tl.constexpr, EVEN: tl.
 
 
 @triton.jit
-def _tile_of(
+def load_tile_of(
     X,
     b,
     head,
@@ -79,12 +79,12 @@ def _tile_of(
         x = tl.reshape(X.load([b, r0, head, 0]), [ROWS, BD])
     else:
         at = r0 + tl.arange(0, ROWS)
-        x = _tile(X, at, stride, at < end, tl.arange(0, BD), D, BD, EVEN)
+        x = load_tile(X, at, stride, at < end, tl.arange(0, BD), D, BD, EVEN)
     return x
 
 
 @triton.jit
-def _of_rows(LSE, DELTA, row, live):
+def lse_and_delta(LSE, DELTA, row, live):
     """(lse, delta), with lse = +inf where a row sees nothing, so that all of its weights are 0."""
     lse = tl.load(LSE + row, mask=live, other=float("inf"))
     return tl.where(lse == float("-inf"), float("inf"), lse), tl.load(

@@ -64,7 +64,31 @@ FORWARD_ROLES: tuple[RoleSizes | None, ...] = (
 )
 
 
-def _tiles_of(kernel: str, q: Tensor, DV: int, width: int | None) -> dict[str, int]:
+@dataclass(frozen=True, slots=True)
+class BackwardRoleSizes:
+    """Sizes of `nsa.ops.interval.warp_roles_backward`."""
+
+    BM: int  # queries of a tile
+    stages: int  # tiles of queries held
+    groups: int  # of four warps, each with 64 keys
+    ahead: bool  # products of keys and the next tile before this one's gradients
+    kept: bool  # K and V in registers
+    registers: int  # of a thread at the start
+    differentiate: int  # and of one that differentiates, but of the first group: it has the rest
+    fetch: int = 24
+
+
+# dK and dV by width class, on Hopper, without a window and with one. Not measured yet: Triton's
+# kernel serves all.
+BACKWARD_KV_ROLES: tuple[tuple[BackwardRoleSizes | None, BackwardRoleSizes | None], ...] = (
+    (None, None),
+    (None, None),
+    (None, None),
+    (None, None),
+)
+
+
+def tiles_of(kernel: str, q: Tensor, DV: int, width: int | None) -> dict[str, int]:
     of_class = width_class(q, DV)
     # fp32 tiles of class 1 are not those that bf16 was measured with: exact products take more
     # registers

@@ -7,9 +7,9 @@ from __future__ import annotations
 from torch import Tensor
 
 from nsa.ops.kernels.common import rows
-from nsa.ops.learned_phi.backward_hidden_kernels import _of_hidden
-from nsa.ops.learned_phi.backward_tokens_kernels import _of_tokens
-from nsa.ops.learned_phi.backward_weights_kernels import _of_weights
+from nsa.ops.learned_phi.backward_hidden_kernels import gradients_of_hidden
+from nsa.ops.learned_phi.backward_tokens_kernels import gradients_of_tokens
+from nsa.ops.learned_phi.backward_weights_kernels import gradients_of_weights
 from nsa.ops.learned_phi.pairs import Pair
 
 
@@ -31,9 +31,9 @@ def backward(
     k, v, (d_k, d_v) = rows(k), rows(v), (x.contiguous() for x in d_out)
     up = (up[0].contiguous(), up[1].contiguous())
     if position is None or down is None or pre is None:
-        d_up = _of_weights((d_k, d_v), k, v, up, block=block, stride=stride)
-        return _of_tokens((d_k, d_v), k, v, up, block=block, stride=stride), d_up
-    d_pre, position_part, down_part = _of_hidden((d_k, d_v), pre, down)
-    d_x = _of_tokens(d_pre, k, v, up, block=block, stride=stride)
+        d_up = gradients_of_weights((d_k, d_v), k, v, up, block=block, stride=stride)
+        return gradients_of_tokens((d_k, d_v), k, v, up, block=block, stride=stride), d_up
+    d_pre, position_part, down_part = gradients_of_hidden((d_k, d_v), pre, down)
+    d_x = gradients_of_tokens(d_pre, k, v, up, block=block, stride=stride)
     encoding = position, down, position_part, down_part
-    return d_x, *_of_weights(d_pre, k, v, up, encoding, block=block, stride=stride)
+    return d_x, *gradients_of_weights(d_pre, k, v, up, encoding, block=block, stride=stride)

@@ -12,7 +12,7 @@ import triton.language as tl
 
 from nsa.ops.kernels.common import cdiv, padded, precision
 from nsa.ops.kernels.launch import launch
-from nsa.ops.learned_phi.pairs import Pair, _of
+from nsa.ops.learned_phi.pairs import Pair, own_of
 
 MOST_PARTS = 64  # of the gradients that every row adds to
 
@@ -99,12 +99,12 @@ def nsa_phi_backward_hidden(
     part = tl.program_id(0)
     if SAME:
         _hidden(
-            _of(DOUT_K, DOUT_V),
-            _of(PRE_K, PRE_V),
-            _of(DOWN_K, DOWN_V),
-            _of(DPRE_K, DPRE_V),
-            _of(POSITION_PART_K, POSITION_PART_V),
-            _of(DOWN_PART_K, DOWN_PART_V),
+            own_of(DOUT_K, DOUT_V),
+            own_of(PRE_K, PRE_V),
+            own_of(DOWN_K, DOWN_V),
+            own_of(DPRE_K, DPRE_V),
+            own_of(POSITION_PART_K, POSITION_PART_V),
+            own_of(DOWN_PART_K, DOWN_PART_V),
             part,
             num_rows,
             rows_per_part,
@@ -153,7 +153,7 @@ def nsa_phi_backward_hidden(
         )
 
 
-def _of_hidden(d_out: Pair, pre: Pair, down: Pair) -> tuple[Pair, Pair, Pair]:
+def gradients_of_hidden(d_out: Pair, pre: Pair, down: Pair) -> tuple[Pair, Pair, Pair]:
     """(the gradients before SiLU, in d_out's dtype; parts of those of up @ position, fp32 [parts,
     F]; parts of those of ``down``, fp32 [parts, D, F]).
     """

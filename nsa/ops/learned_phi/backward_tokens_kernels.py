@@ -11,8 +11,8 @@ from torch import Tensor
 
 from nsa.ops.kernels.common import cdiv, padded, precision
 from nsa.ops.kernels.launch import launch
-from nsa.ops.learned_phi.pairs import Pair, _of
-from nsa.ops.learned_phi.tile_sizes import _depth, _options, _rows_a_tile, _width
+from nsa.ops.learned_phi.pairs import Pair, own_of
+from nsa.ops.learned_phi.tile_sizes import launch_options, product_depth, rows_a_tile, tile_width
 
 
 @triton.jit
@@ -98,9 +98,9 @@ def nsa_phi_backward_tokens(
     if SAME:
         if first < stride * D:
             _tokens(
-                _of(DPRE_K, DPRE_V),
-                _of(UP_K, UP_V),
-                _of(DK, DV_),
+                own_of(DPRE_K, DPRE_V),
+                own_of(UP_K, UP_V),
+                own_of(DK, DV_),
                 tile,
                 first,
                 S,
@@ -163,13 +163,15 @@ def nsa_phi_backward_tokens(
             )
 
 
-def _of_tokens(d_pre: Pair, k: Tensor, v: Tensor, up: Pair, *, block: int, stride: int) -> Pair:
+def gradients_of_tokens(
+    d_pre: Pair, k: Tensor, v: Tensor, up: Pair, *, block: int, stride: int
+) -> Pair:
     (B, C, G, F), FV, (S, D), DV = d_pre[0].shape, d_pre[1].shape[3], k.shape[1::2], v.shape[3]
     d_x = k.new_empty(B, S, G, D), v.new_empty(B, S, G, DV)
     N, width = cdiv(S, stride), stride * max(D, DV)
-    BN = _width(k, width)
+    BN = tile_width(k, width)
     tiles = cdiv(width, BN)
-    BM = _rows_a_tile(B * N * G, 2 * tiles, k, 32)
+    BM = rows_a_tile(B * N * G, 2 * tiles, k, 32)
     launch(
         nsa_phi_backward_tokens,
         (cdiv(B * N * G, BM) * tiles, 2),
@@ -190,9 +192,9 @@ def _of_tokens(d_pre: Pair, k: Tensor, v: Tensor, up: Pair, *, block: int, strid
         FV,
         BM,
         BN,
-        min(_depth(k), padded(max(F, FV))),
+        min(product_depth(k), padded(max(F, FV))),
         (D, F) == (DV, FV),
         precision(k),
-        **_options(BM, k),
+        **launch_options(BM, k),
     )
     return d_x

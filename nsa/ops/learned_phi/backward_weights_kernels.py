@@ -14,8 +14,8 @@ from torch import Tensor
 
 from nsa.ops.kernels.common import cdiv, padded, precision
 from nsa.ops.kernels.launch import launch
-from nsa.ops.learned_phi.pairs import Pair, _both, _of
-from nsa.ops.learned_phi.tile_sizes import PROGRAMS, _options, _width
+from nsa.ops.learned_phi.pairs import Pair, contiguous_pair, own_of
+from nsa.ops.learned_phi.tile_sizes import PROGRAMS, launch_options, tile_width
 
 MOST_RANGES = 16
 SUM_ELEMENTS = 8192  # of a weight, summed by a program
@@ -105,17 +105,17 @@ def nsa_phi_backward_weights(
     part = tl.program_id(2)
     if SAME:
         _weights(
-            _of(K, V),
-            _of(DPRE_K, DPRE_V),
-            _of(PART_K, PART_V),
+            own_of(K, V),
+            own_of(DPRE_K, DPRE_V),
+            own_of(PART_K, PART_V),
             part,
             num_rows,
             rows_per_part,
             C,
             stride,
-            _of(sk_b, sv_b),
-            _of(sk_t, sv_t),
-            _of(sk_g, sv_g),
+            own_of(sk_b, sv_b),
+            own_of(sk_t, sv_t),
+            own_of(sk_g, sv_g),
             G,
             D,
             F,
@@ -262,14 +262,14 @@ def nsa_phi_backward_sum(
     """
     if SAME:
         _sum(
-            _of(PART_K, PART_V),
-            None if POSITION_PART_K is None else _of(POSITION_PART_K, POSITION_PART_V),
-            None if DOWN_PART_K is None else _of(DOWN_PART_K, DOWN_PART_V),
-            _of(UP_K, UP_V),
-            None if POSITION_K is None else _of(POSITION_K, POSITION_V),
-            _of(DUP_K, DUP_V),
-            None if DPOSITION_K is None else _of(DPOSITION_K, DPOSITION_V),
-            None if DDOWN_K is None else _of(DDOWN_K, DDOWN_V),
+            own_of(PART_K, PART_V),
+            None if POSITION_PART_K is None else own_of(POSITION_PART_K, POSITION_PART_V),
+            None if DOWN_PART_K is None else own_of(DOWN_PART_K, DOWN_PART_V),
+            own_of(UP_K, UP_V),
+            None if POSITION_K is None else own_of(POSITION_K, POSITION_V),
+            own_of(DUP_K, DUP_V),
+            None if DPOSITION_K is None else own_of(DPOSITION_K, DPOSITION_V),
+            None if DDOWN_K is None else own_of(DDOWN_K, DDOWN_V),
             ranges,
             parts,
             F,
@@ -322,7 +322,7 @@ def nsa_phi_backward_sum(
         )
 
 
-def _of_weights(
+def gradients_of_weights(
     d_pre: Pair,
     k: Tensor,
     v: Tensor,
@@ -337,12 +337,12 @@ def _of_weights(
     """
     (B, C, G, F), FV, D, DV = d_pre[0].shape, d_pre[1].shape[3], k.shape[3], v.shape[3]
     num_rows, width, BM = B * C * G, block * max(D, DV), 64 if k.element_size() == 2 else 32
-    BN = _width(k, width)
+    BN = tile_width(k, width)
     ranges = max(1, min(MOST_RANGES, PROGRAMS // cdiv(width, BN), cdiv(num_rows, BM)))
     per_part = cdiv(cdiv(num_rows, BM), ranges) * BM
     ranges = cdiv(num_rows, per_part)
     part = tuple(x.new_empty(ranges, *x.shape, dtype=torch.float32) for x in up)
-    BF = _width(k, F, FV)
+    BF = tile_width(k, F, FV)
     launch(
         nsa_phi_backward_weights,
         (cdiv(width, BN), 2, ranges),
@@ -367,7 +367,7 @@ def _of_weights(
         BF,
         (D, F) == (DV, FV),
         precision(k),
-        **_options(BF, k),
+        **launch_options(BF, k),
     )
     d_up = torch.empty_like(up[0]), torch.empty_like(up[1])
     FP, FVP = padded(F), padded(FV)
@@ -380,7 +380,7 @@ def _of_weights(
             (x.new_empty(x.shape), y.new_empty(y.shape)) for x, y in (position, down)
         )
         in_down, parts = cdiv(max(F * D, FV * DV), SUM_DOWN), position_part[0].shape[0]
-        given = (*position_part, *down_part, *_both(position), *d_position, *d_down)
+        given = (*position_part, *down_part, *contiguous_pair(position), *d_position, *d_down)
     launch(
         nsa_phi_backward_sum,
         (max(cdiv(block * D, columns), cdiv(block * DV, columns)) + in_down, 2),

@@ -13,8 +13,8 @@ from torch import Tensor
 
 from nsa.ops.kernels.common import cdiv, padded, precision, rows
 from nsa.ops.kernels.launch import launch
-from nsa.ops.learned_phi.pairs import Pair, _both, _of
-from nsa.ops.learned_phi.tile_sizes import _depth, _options, _rows_a_tile, _width
+from nsa.ops.learned_phi.pairs import Pair, contiguous_pair, own_of
+from nsa.ops.learned_phi.tile_sizes import launch_options, product_depth, rows_a_tile, tile_width
 
 
 @triton.jit
@@ -131,19 +131,19 @@ def nsa_phi(
     """PRE: the first product with its position's, before SiLU, fp32; of mlp alone."""
     if SAME:
         _forward(
-            _of(K, V),
-            _of(UP_K, UP_V),
-            None if POSITION_K is None else _of(POSITION_K, POSITION_V),
-            None if DOWN_K is None else _of(DOWN_K, DOWN_V),
-            _of(OUT_K, OUT_V),
-            None if PRE_K is None else _of(PRE_K, PRE_V),
+            own_of(K, V),
+            own_of(UP_K, UP_V),
+            None if POSITION_K is None else own_of(POSITION_K, POSITION_V),
+            None if DOWN_K is None else own_of(DOWN_K, DOWN_V),
+            own_of(OUT_K, OUT_V),
+            None if PRE_K is None else own_of(PRE_K, PRE_V),
             tl.program_id(0),
             num_rows,
             C,
             stride,
-            _of(sk_b, sv_b),
-            _of(sk_t, sv_t),
-            _of(sk_g, sv_g),
+            own_of(sk_b, sv_b),
+            own_of(sk_t, sv_t),
+            own_of(sk_g, sv_g),
             G,
             D,
             F,
@@ -235,7 +235,7 @@ def forward(
             v.new_empty(B, C, G, FV, dtype=torch.float32),
         )
     num_rows, BD = B * C * G, padded(max(D, DV))
-    BM = _rows_a_tile(num_rows, 2, k, 16)
+    BM = rows_a_tile(num_rows, 2, k, 16)
     wide = mlp and BD * k.element_size() > 256
     if wide:
         BM = min(BM, 64)
@@ -245,8 +245,8 @@ def forward(
         k,
         v,
         *(x.contiguous() for x in up),
-        *_both(position),
-        *_both(down),
+        *contiguous_pair(position),
+        *contiguous_pair(down),
         *out,
         *(pre or (None, None)),
         num_rows,
@@ -261,13 +261,13 @@ def forward(
         F,
         FV,
         BM,
-        _width(k, F, FV),
-        _depth(k),
+        tile_width(k, F, FV),
+        product_depth(k),
         padded(D),
         padded(DV),
         mlp,
         (D, F) == (DV, FV),
         precision(k),
-        **_options(BM, k, wide=wide),
+        **launch_options(BM, k, wide=wide),
     )
     return out, pre

@@ -15,10 +15,10 @@ Pair = tuple[Tensor, Tensor]  # of K and of V
 
 
 @triton.jit
-def _of(k, v):
+def own_of(k, v):
     """What a program of the second half of the grid takes instead: that of V."""
     return tl.where(tl.program_id(1) == 0, k, v)
 
 
-def _both(pair: Pair | None) -> tuple[Tensor | None, Tensor | None]:
+def contiguous_pair(pair: Pair | None) -> tuple[Tensor | None, Tensor | None]:
     return (None, None) if pair is None else (pair[0].contiguous(), pair[1].contiguous())

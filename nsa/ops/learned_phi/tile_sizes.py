@@ -14,7 +14,7 @@ from nsa.routing.cards import HOPPER
 PROGRAMS = 132  # multiprocessors of the GPU that the sizes here were chosen for
 
 
-def _rows_a_tile(num_rows: int, others: int, x: Tensor, least: int) -> int:
+def rows_a_tile(num_rows: int, others: int, x: Tensor, least: int) -> int:
     """The most rows of a tile with which there are enough programs for a GPU."""
     M = 128
     while least < M and (num_rows + M - 1) // M * others < PROGRAMS:
@@ -26,17 +26,17 @@ def _is_small(x: Tensor) -> bool:
     return card_at(x.device).shared_bytes < HOPPER.shared_bytes
 
 
-def _options(M: int, x: Tensor, *, wide: bool = False) -> dict[str, Any]:
+def launch_options(M: int, x: Tensor, *, wide: bool = False) -> dict[str, Any]:
     """``wide``: a program gathers two products."""
     num_warps = 8 if M == 128 or wide else 4
     return {"num_warps": num_warps, "num_stages": 2 if _is_small(x) else 3}
 
 
-def _depth(x: Tensor) -> int:
+def product_depth(x: Tensor) -> int:
     """Elements that a step of a product takes: 128 bytes."""
     return 128 // x.element_size()
 
 
-def _width(x: Tensor, *sizes: int) -> int:
+def tile_width(x: Tensor, *sizes: int) -> int:
     """Of a tile: up to 128 columns of the widest of ``sizes``, 64 where memory is little."""
     return min(padded(max(sizes)), 64 if _is_small(x) or x.dtype == torch.float32 else 128)

@@ -14,9 +14,10 @@ from torch import Tensor
 
 from nsa.ops.gated_sum import kernels as gated_sum
 from nsa.ops.interval import backward as interval_backward
+from nsa.ops.interval import backward_kv_kernels
 from nsa.ops.interval import forward_kernels as interval_forward
 from nsa.ops.interval.tile_sizes import FORWARD_ROLES as INTERVAL_ROLES
-from nsa.ops.interval.tile_sizes import RoleSizes
+from nsa.ops.interval.tile_sizes import BackwardRoleSizes, RoleSizes
 from nsa.ops.joint_backward import kernels as joint_backward
 from nsa.ops.kernels import common, products, tiles
 from nsa.ops.learned_phi import backward as phi_backward
@@ -47,6 +48,11 @@ BACKWARD_ROLES = {
 COMPRESSED_ROLES = {
     64: (*filter(None, INTERVAL_ROLES[:1]), RoleSizes(64, 3, 2, 80, 112)),
     128: (*filter(None, INTERVAL_ROLES[1:2]),),
+}
+# dK and dV. The second stores and loads two registers where keys are masked.
+COMPRESSED_ROLES_BACKWARD = {
+    64: BackwardRoleSizes(64, 4, 2, True, True, 168, 240),
+    128: BackwardRoleSizes(64, 3, 2, False, False, 168, 240),
 }
 
 
@@ -197,8 +203,13 @@ def warp_roles(shape: CodeShape, at: At) -> None:
     where: dict[str, Any] = {"q_start": 0, "first": None, "scale": 0.1}
     for sizes in COMPRESSED_ROLES[shape.key_dim]:
         at(f"roles.{sizes.BC}x{sizes.groups}")
-        of_keys = {**GEOMETRIES["compressed"], **where, "roles": sizes}
+        of_keys = {**GEOMETRIES["compressed"], **where, "role_sizes": sizes}
         interval_forward.forward(q, compressed[0], compressed[1], **of_keys)
+    for branch, keys in (("compressed", compressed), ("window", (k, v))):
+        at(f"roles.{branch}")
+        of_keys = {**GEOMETRIES[branch], **where}
+        of_keys["role_sizes"] = COMPRESSED_ROLES_BACKWARD[shape.key_dim]
+        backward_kv_kernels.backward_kv(do, q, *keys, lse, lse, **of_keys)
     of_choice: dict[str, Any] = {"num_initial": 1, "num_local": 2, "kv_len": TOKENS}
     at("roles")
     for passing in filter(None, scores.PASSING):
