@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._dynamo.backends.distributed import DDPOptimizer
 
 from nsa import engagement
 from nsa.attention import NSAAttention
@@ -103,6 +104,28 @@ def test_a_second_graph_is_not_passed_over() -> None:
         compiled.run(torch.zeros(1, tokens, dtype=torch.int64))
     with pytest.raises(RuntimeError, match="2 graphs were compiled for one shape; wanted 1"):
         compiled.counts(routed("dense"))
+
+
+def test_parts_of_one_compilation_add_up_and_a_shared_block_counts_as_often_as_it_runs() -> None:
+    """As DistributedDataParallel has it: PyTorch's own splitter, with buckets of a few weights."""
+    model, ids, parts = TinyLM(TINY, "v2"), torch.zeros(1, 64, dtype=torch.int64), []
+    split, shared = Compiled(model, "eager"), Compiled(model, "eager", runs=3)
+    read = split._read
+
+    def counted(graph: Any, inputs: list[Tensor]) -> Any:
+        parts.append(graph)
+        return read(graph, inputs)
+
+    splitter = DDPOptimizer(2**14, counted, first_bucket_cap=2**14)
+    split.run = torch.compile(model, backend=splitter.compile_fn, fullgraph=True)
+    for one in (split, shared):
+        one.run(ids)
+    assert len(parts) > TINY.num_layers
+    route = routed("v2")
+    assert split.counts(route) == dict.fromkeys(route.counters, TINY.num_layers)
+    assert shared.counts(route) == dict.fromkeys(route.counters, 3 * TINY.num_layers)
+    assert split.operators["nsa::selected_v2"] == TINY.num_layers
+    assert shared.operators == {name: 3 * count for name, count in split.operators.items()}
 
 
 def test_what_breaks_the_graph_is_an_error() -> None:

@@ -109,8 +109,12 @@ def test_a_matrix_is_refused_with_its_line(old: str, new: str, words: str) -> No
         (Cell("forward", 128, "v2", world_size=2), "wanted workload=train"),
         (Cell("train_loop", 128, "v2", world_size=2), "wanted workload=train"),
         (Cell("my.module:step", 128, "v2", world_size=2), "wanted workload=train"),
-        (Cell("train", 128, "v2", compile="on", world_size=2), "wanted compile=off"),
-        (Cell("train", 128, "v2", cuda_graph="on", world_size=4), "wanted cuda_graph=off"),
+        (
+            Cell("train", 128, "v2", cuda_graph="on", world_size=4, parallel="fsdp"),
+            "wanted parallel=ddp",
+        ),
+        (Cell("train", 128, "v2", cuda_graph="on", world_size=4), None),
+        (Cell("train", 128, "v2", compile="on", world_size=2, parallel="fsdp"), None),
         (TWO, None),
     ],
 )
@@ -131,6 +135,10 @@ def test_the_committed_matrices_hold_every_world_size_and_both_strategies(name: 
         for size in sizes
         for parallel in (("ddp", "fsdp") if size > 1 else ("ddp",))
     }
+    graphs = {(c.compile, c.cuda_graph, c.parallel) for c in cells if c.world_size > 1}
+    eager = {("off", "off", "ddp"), ("off", "off", "fsdp")}
+    in_graphs = {("on", "off", "ddp"), ("on", "off", "fsdp"), ("off", "on", "ddp")}
+    assert graphs == (eager if name == "ddp-cpu" else eager | in_graphs)
 
 
 def test_the_gate_takes_a_row_with_every_rank_and_refuses_each_one_that_is_otherwise() -> None:
