@@ -3,6 +3,7 @@ each planted fault; no process stays.
 """
 
 import pathlib
+import statistics
 from collections.abc import Iterator
 from typing import Any
 
@@ -173,6 +174,19 @@ def test_a_rank_that_hangs_is_named_with_its_stack(
     assert "rank 0 in backward of step 3" in row.reason
     assert "at forward (ranks_measure.py:" in row.reason
     assert left_over(home) == []
+
+
+def test_the_link_is_timed_by_all_ranks(executor: ForkServerExecutor) -> None:
+    """Of two, 2 (n - 1) / n is 1: the rate is a rank's bytes by the slowest one's seconds."""
+    axes = Cell("sentinel", 1, "all_reduce", world_size=2)
+    asked = job().model_copy(update={"axes": axes, "sentinel": "all_reduce", "profile": False})
+    row = executor.execute(asked)
+    assert row.status is Status.OK, row.reason + row.stderr_tail
+    assert row.ranks is not None and len(row.ranks.ranks) == 2 and row.tok_per_s is not None
+    own_s = [one.samples_s for one in row.ranks.ranks]
+    slowest_s = [max(both) / row.steps_per_sample for both in zip(*own_s, strict=True)]
+    assert row.samples_s == pytest.approx(slowest_s)
+    assert row.tok_per_s * statistics.median(row.samples_s) == pytest.approx(2**24)
 
 
 def test_a_late_rank_is_not_taken_for_a_wrong_clock(executor: ForkServerExecutor) -> None:

@@ -4,6 +4,7 @@ report; no process is started.
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -22,6 +23,7 @@ from perfbench.report import several_gpus
 from perfbench.report.rows import rows_of
 from tests.perfbench import builders as b
 from tests.perfbench.report_cases import alone, section
+from tests.perfbench.schedule_cases import Executor, run
 
 MATRIX = """\
 version: 1
@@ -95,12 +97,24 @@ def test_one_process_is_one_cell_and_the_hash_of_a_cell_knows_no_such_axis() -> 
         ),
         ("[1, 2]", "[0]", "got 0, wanted a whole number >= 1"),
         ("[ddp, fsdp]", "[fsdp2]", "did you mean 'fsdp'"),
+        (
+            "world_size: [1, 2],\n   parallel: [ddp, fsdp]}",
+            "world_size: [1]}\nsentinels: [all_reduce]",
+            "m.yaml:7: sentinels[0]: got all_reduce and no cell of several ranks, wanted",
+        ),
     ],
 )
 def test_a_matrix_is_refused_with_its_line(old: str, new: str, words: str) -> None:
     with pytest.raises(PerfbenchError) as caught:
         parse_matrix(MATRIX.replace(old, new), "m.yaml")
     assert caught.value.exit_code is Exit.USAGE and words in str(caught.value)
+
+
+def test_the_link_is_measured_by_the_most_ranks_and_the_card_by_one(tmp_path: Path) -> None:
+    executor = Executor()
+    run(tmp_path, executor, f"{MATRIX}sentinels: [gemm, all_reduce]\n")
+    asked = [(job.sentinel, job.axes.world_size) for job in executor.jobs if job.sentinel]
+    assert asked[:2] == [("gemm", 1), ("all_reduce", 2)]
 
 
 @pytest.mark.parametrize(
