@@ -4,12 +4,14 @@ report; no process is started.
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from nsa.config import preset
+from perfbench.commands.options import RunOptions, TypedOptions
 from perfbench.errors import Exit, PerfbenchError
 from perfbench.gate.judging import judge
 from perfbench.gate.several_ranks import rank_findings
@@ -108,6 +110,21 @@ def test_a_matrix_is_refused_with_its_line(old: str, new: str, words: str) -> No
     with pytest.raises(PerfbenchError) as caught:
         parse_matrix(MATRIX.replace(old, new), "m.yaml")
     assert caught.value.exit_code is Exit.USAGE and words in str(caught.value)
+
+
+@pytest.mark.parametrize("executor", ["ray", "slurm"])
+def test_a_fleet_takes_no_matrix_of_several_ranks(executor: str) -> None:
+    """A job of a fleet is of one card."""
+    parsed = partial(RunOptions.parsed, argv=["perfbench"], typed=TypedOptions(executor=executor))
+    with pytest.raises(PerfbenchError) as caught:
+        parsed(parse_matrix(MATRIX, "m.yaml"))
+    said = str(caught.value)
+    assert caught.value.exit_code is Exit.USAGE and "\n" not in said
+    assert said.startswith(
+        f"got --executor {executor} and m.yaml, which has a cell of world_size 2"
+    )
+    assert "wanted world_size 1 in every cell" in said and "--executor local" in said
+    assert parsed(parse_matrix(MATRIX.replace("[1, 2]", "[1]"), "m.yaml")).fleet is not None
 
 
 def test_the_link_is_measured_by_the_most_ranks_and_the_card_by_one(tmp_path: Path) -> None:
