@@ -12,7 +12,7 @@ from nsa.dense import DenseAttention
 from nsa.parallel.attention import ShardedAttention
 from nsa.parallel.dense import ShardedDense
 from nsa.parallel.gather import gather, sum_over_ranks
-from nsa.parallel.zigzag import Zigzag
+from nsa.parallel.zigzag import Zigzag, check_dim, check_rank_tokens
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -27,10 +27,18 @@ _SHARDED: dict[type[nn.Module], type[nn.Module]] = {
 class ContextParallel:
     """One sequence over the P ranks of a 1-D ``mesh`` (or of a dimension of one: ``mesh["cp"]``).
 
-    Of 2P equal chunks rank r holds r and 2P - 1 - r. ValueError for a mesh of more dimensions.
+    Of 2P equal chunks rank r holds r and 2P - 1 - r. ValueError for what is no mesh, and for a mesh
+    of more dimensions.
     """
 
     def __init__(self, mesh: DeviceMesh) -> None:
+        from torch.distributed.device_mesh import DeviceMesh as Mesh
+
+        if not isinstance(mesh, Mesh):
+            raise ValueError(
+                f"got {type(mesh).__name__}; wanted a DeviceMesh of one dimension; make it by"
+                " torch.distributed.device_mesh.init_device_mesh"
+            )
         if mesh.ndim != 1:
             raise ValueError(
                 f"got a mesh of {mesh.ndim} dimensions {mesh.mesh_dim_names}; wanted one; pass"
@@ -71,8 +79,8 @@ class ContextParallel:
     def shard(self, x: Tensor, dim: int = 1) -> Tensor:
         """This rank's tokens of ``x``, which every rank holds whole: ids, labels, states.
 
-        ValueError unless dimension ``dim`` is a multiple of 2P; a layer also wants chunks of a
-        multiple of its sel_block.
+        ValueError unless ``x`` is a tensor whose dimension ``dim`` is a multiple of 2P; a layer
+        also wants chunks of a multiple of its sel_block.
         """
         return self.place.shard(x, dim)
 
@@ -80,14 +88,20 @@ class ContextParallel:
         """All tokens in order, of what each rank holds of them. Every rank must call it.
 
         Its gradient is that of the sum of all ranks' losses: where every rank computes the same
-        loss from the whole, divide it by P.
+        loss from the whole, divide it by P. ValueError unless ``x`` is a tensor whose dimension
+        ``dim`` holds two equal chunks.
         """
+        check_dim(x, dim)
+        check_rank_tokens(x.shape[dim])
         moved = x.movedim(dim, 0)[None]
         (every,) = gather(moved, [(0, self.place.size * x.shape[dim])], self.group)
         return every[0].movedim(0, dim)
 
     def positions(self, tokens: int, device: torch.device | str = "cpu") -> Tensor:
-        """Positions int64 [tokens] in the whole sequence of the ``tokens`` that this rank holds."""
+        """Positions int64 [tokens] in the whole sequence of the ``tokens`` that this rank holds.
+        ValueError unless they are two equal chunks.
+        """
+        check_rank_tokens(tokens)
         return self.place.positions(tokens, torch.device(device))
 
     @torch.no_grad()

@@ -33,7 +33,10 @@ class Zigzag:
         return self.rank, self.num_chunks - 1 - self.rank
 
     def shard(self, x: Tensor, dim: int) -> Tensor:
-        """This rank's tokens of a global ``x``. ValueError unless 2P divides the tokens."""
+        """This rank's tokens of a global ``x``. ValueError unless 2P divides the tokens, and for
+        what is no tensor, or has no such dimension.
+        """
+        check_dim(x, dim)
         tokens = x.shape[dim]
         if tokens == 0 or tokens % self.num_chunks:
             near = max(1, tokens // self.num_chunks) * self.num_chunks
@@ -66,3 +69,27 @@ class Zigzag:
                 f" sequence to {self.num_chunks * wanted} tokens before `ContextParallel.shard`"
             )
         return L
+
+
+def check_dim(x: Tensor, dim: int) -> None:
+    """ValueError unless ``x`` is a tensor that has dimension ``dim``."""
+    if not isinstance(x, Tensor):
+        raise ValueError(
+            f"got {type(x).__name__}; wanted a tensor with a dimension of tokens; give"
+            " torch.as_tensor(x)"
+        )
+    if isinstance(dim, bool) or not isinstance(dim, int) or not -x.ndim <= dim < x.ndim:
+        raise ValueError(
+            f"got dim={dim!r} of a tensor of shape {tuple(x.shape)}; wanted a whole number from"
+            f" {-x.ndim} to {x.ndim - 1}, the dimension of the tokens; name it by dim"
+        )
+
+
+def check_rank_tokens(tokens: int) -> None:
+    """ValueError unless ``tokens`` of a rank are two equal chunks."""
+    if isinstance(tokens, bool) or not isinstance(tokens, int) or tokens < 2 or tokens % 2:
+        even = tokens - tokens % 2 if isinstance(tokens, int) and tokens >= 2 else 2
+        raise ValueError(
+            f"got {tokens!r} tokens of a rank, wanted a whole number of two chunks of equal length;"
+            f" give {even} or {even + 2}"
+        )

@@ -264,7 +264,12 @@ class RunOptions:
 
     @classmethod
     def parsed(cls, matrix: Matrix, argv: list[str], typed: TypedOptions) -> Self:
-        """``typed`` for the cells of ``matrix``; USAGE where a value is not valid."""
+        """``typed`` for the cells of ``matrix``; USAGE where a value is not valid, and for a fleet
+        and cells of several ranks.
+        """
+        fleet = fleet_options(typed)
+        if fleet is not None:
+            _refuse_ranks(matrix, typed.executor)
         return cls(
             argv,
             names.named_cells(matrix, typed.only, "cell="),
@@ -274,7 +279,21 @@ class RunOptions:
             typed.out,
             typed.source_commit,
             names.named_cells(matrix, typed.inject, "@"),
-            fleet_options(typed),
+            fleet,
+        )
+
+
+def _refuse_ranks(matrix: Matrix, executor: str) -> None:
+    """A job of a fleet has one card, and the ranks of a cell are of one machine."""
+    from perfbench.matrix import cells_of
+
+    largest = max(cell.world_size for cell in cells_of(matrix))
+    if largest > 1:
+        raise PerfbenchError(
+            Exit.USAGE,
+            f"got --executor {executor} and {matrix.path}, which has a cell of world_size"
+            f" {largest}; wanted world_size 1 in every cell, since a job of a fleet has one card."
+            f" Next: --executor local on a machine of {largest} cards",
         )
 
 

@@ -257,10 +257,11 @@ def _why_not_ranks(cell: Cell) -> str | None:
             f"{got} workload={cell.workload}: nothing there is reduced between ranks; wanted"
             " workload=train; exclude world_size: '>1' for the others"
         )
-    if graph := next((n for n in ("compile", "cuda_graph") if getattr(cell, n) == "on"), None):
+    if cell.cuda_graph == "on" and cell.parallel == "fsdp":
         return (
-            f"{got} {graph}=on: the step of several ranks is proved eagerly alone; wanted"
-            f" {graph}=off; leave it off"
+            f"{got} cuda_graph=on and parallel=fsdp: the host frees gathered weights by events of"
+            " several streams, of which PyTorch gives no rule to capture them; wanted parallel=ddp;"
+            " exclude cuda_graph: on for fsdp"
         )
     return None
 

@@ -34,6 +34,7 @@ from perfbench.records import (
     BUILT_IN,
     MAX_REPLICATES,
     METHOD_VERSION,
+    OF_RANKS,
     TRAINED,
     Cell,
     Expect,
@@ -208,6 +209,7 @@ def _check_cells(document: Document, matrix: Matrix) -> list[Cell]:
             " one of them",
         )
     _refuse_more_ranks(document, matrix.target, kept)
+    _refuse_no_ranks(document, matrix.sentinels, kept)
     for index, expectation in enumerate(matrix.expect):
         if not any(expectation.match.matches(cell) for cell in kept):
             document.fail(
@@ -236,6 +238,19 @@ def _refuse_more_ranks(document: Document, target: Target, kept: Iterable[Cell])
             f" least {largest}, a card for each rank; write count: {largest}, or exclude those"
             " cells",
         )
+
+
+def _refuse_no_ranks(document: Document, sentinels: Iterable[str], kept: Iterable[Cell]) -> None:
+    """The link between ranks is no part of a matrix that has none."""
+    if any(cell.world_size > 1 for cell in kept):
+        return
+    for index, name in enumerate(sentinels):
+        if name in OF_RANKS:
+            document.fail(
+                ("sentinels", index),
+                f"got {name} and no cell of several ranks, wanted world_size >= 2 in one at least;"
+                f" leave {name} out, or add such a cell",
+            )
 
 
 def _span(matrix: Matrix, rule: IncludeRule | None) -> dict[str, tuple[Value, ...]]:

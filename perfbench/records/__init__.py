@@ -14,7 +14,8 @@ from perfbench.records.cells import select_cells, settings_of, show_value, with_
 from perfbench.records.digests import LINE_KEY
 from perfbench.records.measured import MEASURED
 from perfbench.records.bounds import BOUNDS, bounds_of, measured_of
-from perfbench.records.job import Injection, Job, MeasureOptions, SENTINEL_UNITS, failed, utc_now
+from perfbench.records.job import Injection, Job, MeasureOptions, OF_RANKS, SENTINEL_UNITS
+from perfbench.records.job import failed, utc_now
 from perfbench.records.kernel_table import Kernel, Kernels, own_times, table_path, totalled
 from perfbench.records.memory_table import Memory, MemoryRow, table_of_memory
 from perfbench.records.rerun import injection_words, without_resume

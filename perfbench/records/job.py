@@ -15,9 +15,9 @@ from perfbench.records.trained_blocks import TrainedBlocks
 
 # What a sentinel's rate counts, by its name. Its work is in perfbench/worker/sentinels.py.
 SENTINEL_UNITS: Mapping[str, str] = MappingProxyType(
-    {"gemm": "FLOP", "copy": "byte", "sdpa_frozen": "FLOP"}
+    {"gemm": "FLOP", "copy": "byte", "sdpa_frozen": "FLOP", "all_reduce": "byte"}
 )
-
+OF_RANKS = frozenset({"all_reduce"})  # measured by as many ranks as the matrix has at most
 
 MAX_WARMUP_S = 5.0
 

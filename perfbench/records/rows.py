@@ -423,7 +423,7 @@ class SentinelLine(_Record):
     """
 
     kind: Literal["sentinel"] = "sentinel"
-    name: str  # gemm | copy | sdpa_frozen
+    name: str  # gemm | copy | sdpa_frozen | all_reduce
     block: int
     attempt: int = 0  # of the block, as Replicate.attempt
     status: Status

@@ -14,6 +14,7 @@ from typing import Any
 
 from perfbench.matrix import Matrix, model_with, own_folder_for, trained_for
 from perfbench.records import (
+    OF_RANKS,
     SENTINEL_UNITS,
     Cell,
     Expect,
@@ -199,10 +200,12 @@ class Recorder:
         return next((self.proofs[key] for key in keys if key in self.proofs), None)
 
     def _sentinel_job(self, name: str, block: int) -> Job:
+        ranks = max(cell.axes.world_size for cell in self.manifest.cells) if name in OF_RANKS else 1
         return Job(
             cell_id=f"sentinel {name}",
             replicate=block,
-            axes=Cell("sentinel", 1, name),  # no point of the matrix: the axes only name it
+            # no point of the matrix: the axes only name it, and say how many ranks it takes
+            axes=Cell("sentinel", 1, name, world_size=ranks),
             config_sha256="",
             model={},
             measure=self.matrix.measure,

@@ -15,6 +15,7 @@ from datetime import UTC, datetime
 from types import MappingProxyType
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
@@ -31,6 +32,7 @@ MIN_SAMPLES = 3
 SEED = 20_260_102  # power, and with it the clock, depends on the data
 GEMM_SIZE = MappingProxyType({"cuda": 8192, "cpu": 2048})
 COPY_BYTES = MappingProxyType({"cuda": 2**30, "cpu": 2**28})
+REDUCED_BYTES = MappingProxyType({"cuda": 2**28, "cpu": 2**24})
 SDPA_BHTD = MappingProxyType({"cuda": (2, 16, 8192, 128), "cpu": (1, 4, 1024, 64)})
 # bf16 is 80 times slower on an older CPU.
 DTYPE = MappingProxyType({"cuda": torch.bfloat16, "cpu": torch.float32})
@@ -78,8 +80,29 @@ def sdpa_frozen(device: str) -> Work:
     return Work(step, 4 * B * H * D * (T * (T + 1) // 2))
 
 
+def all_reduce(device: str) -> Work:
+    """The link between ranks: each has 256 MiB of bf16, 16 MiB of fp32 on CPUs, and gets the
+    largest of all ranks at each place, which a second time changes nothing.
+
+    Bytes by which nccl-tests define bus bandwidth (doc/PERFORMANCE.md): of n ranks 2 (n - 1) / n of
+    what each has, so that n does not show. RuntimeError where this process is no rank.
+    """
+    if not dist.is_initialized():
+        raise RuntimeError(
+            "got the sentinel all_reduce in one process, wanted several ranks; measure cells of"
+            " world_size >= 2 too, or leave the sentinel out"
+        )
+    n = dist.get_world_size()
+    x = _random(device, REDUCED_BYTES[device] // DTYPE[device].itemsize)
+
+    def step() -> None:
+        dist.all_reduce(x, dist.ReduceOp.MAX)
+
+    return Work(step, 2 * (n - 1) * REDUCED_BYTES[device] // n)
+
+
 WORKS: Mapping[str, Callable[[str], Work]] = MappingProxyType(
-    {"gemm": gemm, "copy": copy, "sdpa_frozen": sdpa_frozen}
+    {"gemm": gemm, "copy": copy, "sdpa_frozen": sdpa_frozen, "all_reduce": all_reduce}
 )
 
 

@@ -30,6 +30,8 @@ axes:
   dtype: [bf16]
   world_size: [2]
   parallel: [{parallel}]
+  compile: [{compiled}]
+  cuda_graph: [{captured}]
 measure: {{processes: 1, warmup_s: 0.2, samples: 5, min_sample_ms: 50}}
 limits: {{timeout_s: 240}}
 gate: {{min_replicates: 1}}
@@ -56,10 +58,27 @@ def test_context_parallelism_by_kernels_is_within_the_bound_of_bf16(
     assert max(context["bf16"].values()) <= BF16_BOUND, context["bf16"]
 
 
-@pytest.mark.parametrize("parallel", ["ddp", "fsdp"])
-def test_the_harness_measures_and_proves_two_ranks(parallel: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("parallel", "compiled", "captured"),
+    [
+        ("ddp", "off", "off"),
+        ("fsdp", "off", "off"),
+        ("ddp", "on", "off"),
+        ("fsdp", "on", "off"),
+        ("ddp", "off", "on"),
+        ("ddp", "on", "on"),
+    ],
+)
+def test_the_harness_measures_and_proves_two_ranks(
+    parallel: str, compiled: str, captured: str, tmp_path: Path
+) -> None:
     matrix, out = tmp_path / "two-gpus.yaml", tmp_path / "runs"
-    text = MATRIX.format(gpu=torch.cuda.get_device_name(0), parallel=parallel)
+    text = MATRIX.format(
+        gpu=torch.cuda.get_device_name(0),
+        parallel=parallel,
+        compiled=compiled,
+        captured=captured,
+    )
     matrix.write_text(text, encoding="utf-8")
     row = measured(matrix, out)
     assert row.status is Status.OK and row.ranks is not None, row.reason + row.stderr_tail

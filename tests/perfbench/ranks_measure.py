@@ -2,36 +2,72 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import signal
 import time
+from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from nsa import engagement
 from nsa.model import TinyLM
 from perfbench.records import Job, Replicate
 from perfbench.worker import measure as real
 from perfbench.worker.clock import Clock
+from perfbench.worker.parity import layer
 from perfbench.worker.ranks import model
 from perfbench.worker.ranks.world import current
 from perfbench.worker.step_proof import prove
 from perfbench.worker.telemetry import Sampler
 from perfbench.worker.turn import Turn
-from perfbench.worker.workloads import workload
+from perfbench.worker.workloads import ranks_step, workload
+from perfbench.worker.workloads.graphs import Compiled
 
 KILLED, HANGS, OTHER_PATH, NOT_REDUCED, LOST, RAISES, NO_MEMORY, SLOW_WIRE, LATE = range(101, 110)
 SLOW_S = 0.3  # of each reduction, many times what the step computes
 LATE_S = 0.5  # behind the other rank, as after a profile
 CALLS_BEFORE = 2  # of the model, green
+steps: Any = ranks_step
+
+
+class FakeGrapher:
+    """Replays like a graph on a CPU: the same work on the same tensors, and nothing is counted."""
+
+    stream = staticmethod(nullcontext)
+
+    def warm(self, work: Callable[[], None]) -> None:
+        work()
+
+    def capture(self, work: Callable[[], None]) -> Callable[[], None]:
+        work()
+
+        def replay() -> None:
+            token = engagement._ACTIVE.set(())
+            work()
+            engagement._ACTIVE.reset(token)
+
+        return replay
 
 
 def measure(job: Job, clock: Clock, sampler: Sampler, turn: Turn) -> Replicate:
     ranks = current()
+    if ranks is not None:
+        _without_machine_code()
     if ranks is not None and ranks.rank == ranks.size - 1:
         _plant(job.seed)
     return real.measure(job, clock, sampler, turn)
+
+
+def _without_machine_code() -> None:
+    """Which takes a minute, of the step and of the attention that is compared with the oracle."""
+    seams: Any = layer
+    seams.compiled_of = lambda function: function
+    steps.Compiled = functools.partial(Compiled, backend="eager")
+    steps.RanksGrapher = FakeGrapher
 
 
 def _plant(fault: int) -> None:
@@ -62,7 +98,7 @@ def _plant(fault: int) -> None:
                 made.register_comm_hook(None, _HOOKS[fault])
             return made
 
-        seams.wrap = wrapped
+        steps.wrap = wrapped
     elif fault in (KILLED, HANGS, RAISES):
         seams.TinyLM = lambda *given: _Faulty(*given, fault)
 

@@ -5,13 +5,17 @@ nothing runs eagerly instead.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._dynamo.backends.distributed import DDPOptimizer
 
 from nsa import engagement
 from nsa.attention import NSAAttention
@@ -28,6 +32,7 @@ from perfbench.worker import measure, profile
 from perfbench.worker.parity.claim import Claim
 from perfbench.worker.workloads import workload
 from perfbench.worker.workloads.graphs import Captured, Compiled
+from perfbench.worker.workloads.ranks_step import RanksGrapher
 from tests.perfbench.jobs import TINY, cell_of, job, route_of
 from tests.perfbench.measure_cases import PROOF, run
 from tests.perfbench.parity_cases import TOKENS, prove
@@ -103,6 +108,28 @@ def test_a_second_graph_is_not_passed_over() -> None:
         compiled.run(torch.zeros(1, tokens, dtype=torch.int64))
     with pytest.raises(RuntimeError, match="2 graphs were compiled for one shape; wanted 1"):
         compiled.counts(routed("dense"))
+
+
+def test_parts_of_one_compilation_add_up_and_a_shared_block_counts_as_often_as_it_runs() -> None:
+    """As DistributedDataParallel has it: PyTorch's own splitter, with buckets of a few weights."""
+    model, ids, parts = TinyLM(TINY, "v2"), torch.zeros(1, 64, dtype=torch.int64), []
+    split, shared = Compiled(model, "eager"), Compiled(model, "eager", runs=3)
+    read = split._read
+
+    def counted(graph: Any, inputs: list[Tensor]) -> Any:
+        parts.append(graph)
+        return read(graph, inputs)
+
+    splitter = DDPOptimizer(2**14, counted, first_bucket_cap=2**14)
+    split.run = torch.compile(model, backend=splitter.compile_fn, fullgraph=True)
+    for one in (split, shared):
+        one.run(ids)
+    assert len(parts) > TINY.num_layers
+    route = routed("v2")
+    assert split.counts(route) == dict.fromkeys(route.counters, TINY.num_layers)
+    assert shared.counts(route) == dict.fromkeys(route.counters, 3 * TINY.num_layers)
+    assert split.operators["nsa::selected_v2"] == TINY.num_layers
+    assert shared.operators == {name: 3 * count for name, count in split.operators.items()}
 
 
 def test_what_breaks_the_graph_is_an_error() -> None:
@@ -203,6 +230,77 @@ class FakeGrapher:
             engagement._ACTIVE.reset(token)
 
         return replay
+
+
+class Stream:
+    """In place of a stream of torch.cuda: notes what it waits for."""
+
+    def __init__(self, log: list[str], name: str = "side") -> None:
+        self.log, self.name = log, name
+
+    def wait_stream(self, other: Stream) -> None:
+        self.log.append(f"{self.name} waits for {other.name}")
+
+
+def test_ranks_wrap_warm_up_and_capture_on_one_stream(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By PyTorch's rules for DistributedDataParallel; a CPU has no graphs, so torch.cuda is not
+    it.
+    """
+    log: list[str] = []
+
+    class Graph:
+        def replay(self) -> None:
+            log.append("replay")
+
+    @contextmanager
+    def entered(stream: Stream) -> Iterator[None]:
+        log.append(f"on {stream.name}")
+        yield
+        log.append(f"off {stream.name}")
+
+    def captured(graph: Graph, *, stream: Stream, capture_error_mode: str) -> Any:
+        log.append(f"capture, {capture_error_mode}")
+        return entered(stream)
+
+    fakes = {
+        "Stream": partial(Stream, log),
+        "current_stream": partial(Stream, log, "current"),
+        "stream": entered,
+        "CUDAGraph": Graph,
+        "graph": captured,
+    }
+    for name, fake in fakes.items():
+        monkeypatch.setattr(torch.cuda, name, fake)
+    grapher = RanksGrapher()
+    with grapher.stream():
+        log.append("wrapped")
+    grapher.warm(lambda: log.append("step"))
+    grapher.capture(lambda: log.append("step"))()
+    begin, end = ["side waits for current", "on side"], ["off side", "current waits for side"]
+    warm = [*begin, *["step"] * 11, *end]
+    capture = ["capture, thread_local", "on side", "step", "off side", "replay"]
+    assert log == [*begin, "wrapped", *end, *warm, *capture]
+
+
+def test_a_graph_that_was_closed_is_captured_again() -> None:
+    """NCCL's communicator waits for the graphs that hold it, so that closing must let go of one."""
+    grapher, kept = FakeGrapher(), weakref.WeakSet[Any]()
+    capture = grapher.capture
+
+    def captured(work: Callable[[], None]) -> Callable[[], None]:
+        replay = capture(work)
+        kept.add(replay)
+        return replay
+
+    monkeyed: Any = grapher
+    monkeyed.capture = captured
+    step = Captured(lambda x: None, itertools.cycle([(torch.zeros(1),)]), grapher)
+    step()
+    assert len(kept) == 1
+    step.close()
+    assert len(kept) == 0
+    step()
+    assert grapher.done == ["warm", "capture", "replay"] * 2
 
 
 def test_a_replay_reads_the_next_batch_from_the_same_tensors() -> None:

@@ -400,4 +400,6 @@ def test_the_schema_knows_overrides_aliases_and_sentinels() -> None:
         and "alpha_confirm" not in gate["properties"]
         and gate["additionalProperties"] is False
     )
-    assert schema["properties"]["sentinels"]["items"] == {"enum": ["gemm", "copy", "sdpa_frozen"]}
+    assert schema["properties"]["sentinels"]["items"] == {
+        "enum": ["gemm", "copy", "sdpa_frozen", "all_reduce"]
+    }

@@ -3,6 +3,7 @@ each planted fault; no process stays.
 """
 
 import pathlib
+import statistics
 from collections.abc import Iterator
 from typing import Any
 
@@ -14,16 +15,26 @@ from perfbench.records.job import Job
 from perfbench.records.kernel_table import Kernels, table_path
 from perfbench.records.rows import Replicate, Status
 from perfbench.runner.executor import ForkServerExecutor
+from perfbench.worker.ranks.launch import variables_of
 from tests.perfbench import jobs
 from tests.perfbench import ranks_measure as planted
 
+COUNTERS = ("sel.v2", "sel.sdpa", "cmp.sdpa", "win.sdpa")
 ROOT = pathlib.Path(__file__).parents[2]
 
 
-def job(seed: int = 5, **changes: Any) -> Job:
-    parallel = changes.pop("parallel", "ddp")
+def job(seed: int = 5, parallel: str = "ddp", **changes: Any) -> Job:
+    graphs = {name: changes.pop(name, "off") for name in ("compile", "cuda_graph")}
     cell = Cell(
-        "train", 64, "v2", fa2="off", dtype="fp32", batch=2, world_size=2, parallel=parallel
+        "train",
+        64,
+        "v2",
+        fa2="off",
+        dtype="fp32",
+        batch=2,
+        world_size=2,
+        parallel=parallel,
+        **graphs,
     )
     made = jobs.job(batch=2, seed=seed, profile=True, **changes)
     return made.model_copy(update={"axes": cell, "cell_id": cell.cell_id})
@@ -77,6 +88,44 @@ def test_a_green_row_has_both_ranks_and_the_slowest_ones_samples(
     assert step_s == pytest.approx(row.tokens_per_step / (row.tok_per_s or 0))
 
 
+@pytest.mark.parametrize(
+    ("parallel", "axes", "engaged_by"),
+    [
+        ("ddp", {"compile": "on"}, "graph"),
+        ("fsdp", {"compile": "on"}, "graph"),
+        ("ddp", {"cuda_graph": "on"}, "capture"),
+    ],
+    ids=["ddp compiled", "fsdp compiled", "ddp captured"],
+)
+def test_a_step_in_a_graph_is_the_one_that_is_proved_and_counted(
+    executor: ForkServerExecutor, parallel: str, axes: dict[str, str], engaged_by: str
+) -> None:
+    """Two layers, each branch once in each, by its graph alone: nothing is counted as it runs."""
+    row = executor.execute(job(parallel=parallel, **axes))
+    assert row.status is Status.OK, row.reason + row.stderr_tail
+    assert row.engaged_by == engaged_by and row.ranks is not None
+    steps = row.steps_per_sample * len(row.samples_s)
+    assert row.engaged == dict.fromkeys(COUNTERS, 2 * steps)
+    assert all(one.engaged == row.engaged for one in row.ranks.ranks)
+    proof = row.step_proof
+    assert proof is not None and proof.ok
+    assert {"loss", "gradients", "optimizer", "logits"} <= proof.tensors.keys()
+    assert row.ranks.exposed_s is not None, row.ranks.absent
+
+
+def test_a_fault_in_a_replay_is_named_too(executor: ForkServerExecutor) -> None:
+    row = executor.execute(job(planted.NOT_REDUCED, cuda_graph="on"))
+    assert row.status is Status.PARITY, row.reason + row.stderr_tail
+    assert row.reason.startswith("rank 1: ") and "holds others than rank 0" in row.reason
+
+
+@pytest.mark.parametrize(
+    ("graph", "wanted"), [("on", {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "0"}), ("off", {})]
+)
+def test_what_a_captured_group_is_started_with(graph: str, wanted: dict[str, str]) -> None:
+    assert variables_of(job(cuda_graph=graph)) == wanted
+
+
 @pytest.mark.parametrize("parallel", ["ddp", "fsdp"])
 def test_what_a_slow_reduction_costs_is_exposed(
     executor: ForkServerExecutor, parallel: str
@@ -125,6 +174,19 @@ def test_a_rank_that_hangs_is_named_with_its_stack(
     assert "rank 0 in backward of step 3" in row.reason
     assert "at forward (ranks_measure.py:" in row.reason
     assert left_over(home) == []
+
+
+def test_the_link_is_timed_by_all_ranks(executor: ForkServerExecutor) -> None:
+    """Of two, 2 (n - 1) / n is 1: the rate is a rank's bytes by the slowest one's seconds."""
+    axes = Cell("sentinel", 1, "all_reduce", world_size=2)
+    asked = job().model_copy(update={"axes": axes, "sentinel": "all_reduce", "profile": False})
+    row = executor.execute(asked)
+    assert row.status is Status.OK, row.reason + row.stderr_tail
+    assert row.ranks is not None and len(row.ranks.ranks) == 2 and row.tok_per_s is not None
+    own_s = [one.samples_s for one in row.ranks.ranks]
+    slowest_s = [max(both) / row.steps_per_sample for both in zip(*own_s, strict=True)]
+    assert row.samples_s == pytest.approx(slowest_s)
+    assert row.tok_per_s * statistics.median(row.samples_s) == pytest.approx(2**24)
 
 
 def test_a_late_rank_is_not_taken_for_a_wrong_clock(executor: ForkServerExecutor) -> None:

@@ -56,7 +56,16 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_every_sentinel_has_a_unit_and_work() -> None:
-    assert list(SENTINEL_UNITS) == list(sentinels.WORKS) == ["gemm", "copy", "sdpa_frozen"]
+    assert (
+        list(SENTINEL_UNITS)
+        == list(sentinels.WORKS)
+        == [
+            "gemm",
+            "copy",
+            "sdpa_frozen",
+            "all_reduce",
+        ]
+    )
 
 
 @pytest.mark.usefixtures("small")
@@ -71,6 +80,7 @@ def test_the_sizes_are_frozen() -> None:
     """A change here makes every old sentinel incomparable: rename the sentinel instead."""
     assert dict(sentinels.GEMM_SIZE) == {"cuda": 8192, "cpu": 2048}
     assert dict(sentinels.COPY_BYTES) == {"cuda": 2**30, "cpu": 2**28}
+    assert dict(sentinels.REDUCED_BYTES) == {"cuda": 2**28, "cpu": 2**24}
     assert dict(sentinels.SDPA_BHTD) == {"cuda": (2, 16, 8192, 128), "cpu": (1, 4, 1024, 64)}
     assert dict(sentinels.DTYPE) == {"cuda": torch.bfloat16, "cpu": torch.float32}
 
@@ -148,6 +158,11 @@ def test_a_row(name: str, amount: int) -> None:
         None,
         None,
     )
+
+
+def test_the_link_needs_ranks() -> None:
+    with pytest.raises(RuntimeError, match="in one process, wanted several ranks"):
+        sentinels.all_reduce("cpu")
 
 
 @pytest.mark.usefixtures("small")

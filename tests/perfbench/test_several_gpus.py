@@ -4,11 +4,14 @@ report; no process is started.
 
 from __future__ import annotations
 
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from nsa.config import preset
+from perfbench.commands.options import RunOptions, TypedOptions
 from perfbench.errors import Exit, PerfbenchError
 from perfbench.gate.judging import judge
 from perfbench.gate.several_ranks import rank_findings
@@ -22,6 +25,7 @@ from perfbench.report import several_gpus
 from perfbench.report.rows import rows_of
 from tests.perfbench import builders as b
 from tests.perfbench.report_cases import alone, section
+from tests.perfbench.schedule_cases import Executor, run
 
 MATRIX = """\
 version: 1
@@ -95,6 +99,11 @@ def test_one_process_is_one_cell_and_the_hash_of_a_cell_knows_no_such_axis() -> 
         ),
         ("[1, 2]", "[0]", "got 0, wanted a whole number >= 1"),
         ("[ddp, fsdp]", "[fsdp2]", "did you mean 'fsdp'"),
+        (
+            "world_size: [1, 2],\n   parallel: [ddp, fsdp]}",
+            "world_size: [1]}\nsentinels: [all_reduce]",
+            "m.yaml:7: sentinels[0]: got all_reduce and no cell of several ranks, wanted",
+        ),
     ],
 )
 def test_a_matrix_is_refused_with_its_line(old: str, new: str, words: str) -> None:
@@ -103,14 +112,40 @@ def test_a_matrix_is_refused_with_its_line(old: str, new: str, words: str) -> No
     assert caught.value.exit_code is Exit.USAGE and words in str(caught.value)
 
 
+@pytest.mark.parametrize("executor", ["ray", "slurm"])
+def test_a_fleet_takes_no_matrix_of_several_ranks(executor: str) -> None:
+    """A job of a fleet is of one card."""
+    parsed = partial(RunOptions.parsed, argv=["perfbench"], typed=TypedOptions(executor=executor))
+    with pytest.raises(PerfbenchError) as caught:
+        parsed(parse_matrix(MATRIX, "m.yaml"))
+    said = str(caught.value)
+    assert caught.value.exit_code is Exit.USAGE and "\n" not in said
+    assert said.startswith(
+        f"got --executor {executor} and m.yaml, which has a cell of world_size 2"
+    )
+    assert "wanted world_size 1 in every cell" in said and "--executor local" in said
+    assert parsed(parse_matrix(MATRIX.replace("[1, 2]", "[1]"), "m.yaml")).fleet is not None
+
+
+def test_the_link_is_measured_by_the_most_ranks_and_the_card_by_one(tmp_path: Path) -> None:
+    executor = Executor()
+    run(tmp_path, executor, f"{MATRIX}sentinels: [gemm, all_reduce]\n")
+    asked = [(job.sentinel, job.axes.world_size) for job in executor.jobs if job.sentinel]
+    assert asked[:2] == [("gemm", 1), ("all_reduce", 2)]
+
+
 @pytest.mark.parametrize(
     ("cell", "words"),
     [
         (Cell("forward", 128, "v2", world_size=2), "wanted workload=train"),
         (Cell("train_loop", 128, "v2", world_size=2), "wanted workload=train"),
         (Cell("my.module:step", 128, "v2", world_size=2), "wanted workload=train"),
-        (Cell("train", 128, "v2", compile="on", world_size=2), "wanted compile=off"),
-        (Cell("train", 128, "v2", cuda_graph="on", world_size=4), "wanted cuda_graph=off"),
+        (
+            Cell("train", 128, "v2", cuda_graph="on", world_size=4, parallel="fsdp"),
+            "wanted parallel=ddp",
+        ),
+        (Cell("train", 128, "v2", cuda_graph="on", world_size=4), None),
+        (Cell("train", 128, "v2", compile="on", world_size=2, parallel="fsdp"), None),
         (TWO, None),
     ],
 )
@@ -131,6 +166,10 @@ def test_the_committed_matrices_hold_every_world_size_and_both_strategies(name: 
         for size in sizes
         for parallel in (("ddp", "fsdp") if size > 1 else ("ddp",))
     }
+    graphs = {(c.compile, c.cuda_graph, c.parallel) for c in cells if c.world_size > 1}
+    eager = {("off", "off", "ddp"), ("off", "off", "fsdp")}
+    in_graphs = {("on", "off", "ddp"), ("on", "off", "fsdp"), ("off", "on", "ddp")}
+    assert graphs == (eager if name == "ddp-cpu" else eager | in_graphs)
 
 
 def test_the_gate_takes_a_row_with_every_rank_and_refuses_each_one_that_is_otherwise() -> None:

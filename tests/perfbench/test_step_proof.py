@@ -190,6 +190,22 @@ def test_blocks_that_cannot_be_seen_get_another_try(monkeypatch: pytest.MonkeyPa
     assert step_of(of("forward")).ok is False and len(tries) == 1
 
 
+@pytest.mark.parametrize("other_is_wrong", [False, True])
+@pytest.mark.parametrize("ok", [False, True])
+def test_ranks_take_another_try_together(
+    ok: bool, other_is_wrong: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Or one would wait for a step that another does not take."""
+
+    class Two:
+        def agree(self, value: float) -> float:
+            return max(value, float(other_is_wrong))
+
+    assert proving._agreed(ok) is ok
+    monkeypatch.setattr(proving, "current", Two)
+    assert proving._agreed(ok) is (ok and not other_is_wrong)
+
+
 # Attention alone.
 
 

@@ -8,7 +8,7 @@ import multiprocessing
 import time
 from typing import Any
 
-STAGES = ("outside of a step", "forward", "backward", "optimizer")
+STAGES = ("outside of a step", "forward", "backward", "optimizer", "replay")
 PAUSE_S = 2e-4  # between looks at the others' numbers: a spinning rank would slow one on a CPU
 # of each rank: steps * len(STAGES) + stage; whether it waits here; rounds; two numbers
 _POSITION, _WAITS, _ROUNDS, _EVEN, _ODD, _FIELDS = range(6)

@@ -50,12 +50,22 @@ def launch(measured: Callable[[Job, Turn], Replicate], job: Job, turn: Turn) -> 
                 f"got {len(gpus)} GPUs{f' ({reason})' if reason else ''}, wanted {size}, one a"
                 " rank; look at CUDA_VISIBLE_DEVICES, or lower world_size",
             )
-        variables = {rank: {"CUDA_VISIBLE_DEVICES": gpus[rank].uuid} for rank in range(size)}
+        variables = {
+            rank: {"CUDA_VISIBLE_DEVICES": gpus[rank].uuid, **variables_of(job)}
+            for rank in range(size)
+        }
     folder = Path(tempfile.mkdtemp(prefix="perfbench-ranks-"))
     try:
         return _run(measured, job, turn, folder, variables)
     finally:
         shutil.rmtree(folder, ignore_errors=True)
+
+
+def variables_of(job: Job) -> dict[str, str]:
+    """What NCCL's group of a captured step wants before it begins: no thread that ends work which a
+    graph holds.
+    """
+    return {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "0"} if job.axes.cuda_graph == "on" else {}
 
 
 def _run(

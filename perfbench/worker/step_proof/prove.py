@@ -85,7 +85,7 @@ def _proved(work: Workload, job: Job, model: ModelConfig) -> StepProof:
             _compare_call(work, compare)
         else:
             _ModelStep(work, job, model, dtype).compare(compare)
-        if compare.ok:
+        if _agreed(compare.ok):
             break
     return StepProof(
         ok=compare.ok,
@@ -96,6 +96,12 @@ def _proved(work: Workload, job: Job, model: ModelConfig) -> StepProof:
         tensors={kind: round(ratio, 4) for kind, ratio in compare.ratios.items()},
         worst=compare.worst,
     )
+
+
+def _agreed(ok: bool) -> bool:
+    """Of all ranks: they take another step together, or none."""
+    ranks = current()
+    return ok if ranks is None else not ranks.agree(float(not ok))
 
 
 def _compare_call(work: Workload, compare: Ratios) -> None:

@@ -9,12 +9,14 @@ nodes came from, for each layer. Which kernels those became, the profiler says.
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Protocol
 
 import torch
 import torch._dynamo
-from torch import Tensor, fx, nn
+from torch import Tensor, fx
+from torch._guards import CompileContext
 
 from nsa import engagement
 from nsa.routing import BranchRoute, Path, Route
@@ -108,6 +110,10 @@ class Captured(AtCapture):
                 own.copy_(fresh)
         self._replay()
 
+    def close(self) -> None:
+        """End the graph: NCCL's communicator waits, where it is ended, for those that hold it."""
+        self._replay = None
+
     def _captured(self) -> Callable[[], None]:
         self.inputs = tuple(
             x.detach().clone().requires_grad_(x.requires_grad) for x in next(self._batches)
@@ -129,31 +135,41 @@ class Captured(AtCapture):
 class Compiled:
     """A module compiled as one graph, which raises where it cannot be one; remembers what that
     graph calls of nsa.
+
+    Within DistributedDataParallel PyTorch splits the graph at the borders of gradient buckets, so
+    that a bucket is reduced while the next one is computed: its parts are of one compilation, and
+    add up. ``runs``: how often a step runs it, as the graph of a block that all layers share.
     """
 
-    def __init__(self, module: nn.Module, backend: str = "inductor") -> None:
-        self._compile = torch._dynamo.lookup_backend(backend)
-        # of each graph and node: the layer, and its frames in nsa
-        self._graphs: list[list[tuple[str, str]]] = []
-        self.operators: dict[str, int] = {}  # its nodes by name, as operators.in_graph
+    def __init__(
+        self, module: Callable[..., Any], backend: str = "inductor", *, runs: int = 1
+    ) -> None:
+        self._compile, self._runs = torch._dynamo.lookup_backend(backend), runs
+        # by compilation, of each node: the layer, and its frames in nsa
+        self._graphs: dict[str, list[tuple[str, str]]] = {}
+        self._operators: Counter[str] = Counter()
         self.run: Callable[..., Tensor] = torch.compile(
             module, backend=self._read, fullgraph=True, dynamic=False
         )
 
     def _read(self, graph: fx.GraphModule, example_inputs: list[Tensor]) -> Any:
-        self._graphs.append(
-            [
-                (_layer(node), node.stack_trace or "")
-                for node in graph.graph.nodes
-                if node.op.startswith("call_")
-            ]
+        compilation = str(CompileContext.current_compile_id())
+        self._graphs.setdefault(compilation, []).extend(
+            (_layer(node), node.stack_trace or "")
+            for node in graph.graph.nodes
+            if node.op.startswith("call_")
         )
-        self.operators = operators.in_graph(graph)
+        self._operators.update(operators.in_graph(graph))
         return self._compile(graph, example_inputs)
 
+    @property
+    def operators(self) -> dict[str, int]:
+        """What a step's runs call by name, as operators.in_graph."""
+        return {name: self._runs * count for name, count in sorted(self._operators.items())}
+
     def counts(self, route: Route) -> dict[str, int]:
-        """Counters of one run: for each branch of ``route`` the layers whose nodes came through its
-        door and implementation.
+        """Counters of a step's runs: for each branch of ``route`` the layers whose nodes came
+        through its door and implementation.
 
         A branch that no layer holds is left out. RuntimeError where a second graph was compiled,
         and another one may have run.
@@ -163,10 +179,12 @@ class Compiled:
                 f"{len(self._graphs)} graphs were compiled for one shape; wanted 1; fix what makes"
                 " it recompile"
             )
+        (nodes,) = self._graphs.values()
         counts: dict[str, int] = {}
         for branch in route.branches:
-            layers = {layer for layer, stack in self._graphs[0] if _came_through(branch, stack)}
-            counts |= dict.fromkeys(branch.counters, len(layers)) if layers else {}
+            layers = {layer for layer, stack in nodes if _came_through(branch, stack)}
+            due = self._runs * len(layers)
+            counts |= dict.fromkeys(branch.counters, due) if layers else {}
         return counts
 
 

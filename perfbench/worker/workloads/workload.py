@@ -26,7 +26,6 @@ from perfbench.records import (
     torch_dtype_name,
 )
 from perfbench.worker.operators import Calls
-from perfbench.worker.ranks.model import unsynchronised, wrap
 from perfbench.worker.ranks.world import Ranks, current
 from perfbench.worker.workloads import attention, trained
 from perfbench.worker.workloads.cache_steps import CachedSteps
@@ -41,6 +40,7 @@ from perfbench.worker.workloads.graphs import (
 )
 from perfbench.worker.workloads.made import Made
 from perfbench.worker.workloads.paged_steps import PagedSteps
+from perfbench.worker.workloads.ranks_step import ranks_step
 
 if TYPE_CHECKING:
     from perfbench.worker.workloads.train_loop import LoopSteps
@@ -194,17 +194,21 @@ def _through_cache(job: Job, config: ModelConfig, model: TinyLM | DenseLM) -> Wo
 
 def _on_ranks(job: Job, model: nn.Module, batches: Batches, made: Made, ranks: Ranks) -> Workload:
     """The training step of one of several ranks; its tokens are those of all."""
-    cell = job.axes
-    wrapped = wrap(model, cell.parallel, ranks, job.device)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
-    step = eager(_train_body(wrapped, optimizer, made, ranks.note), batches)
+
+    def body_of(run: Callable[..., Tensor], optimizer: torch.optim.Optimizer) -> Body:
+        return _train_body(run, optimizer, made, ranks.note)
+
+    of_rank = ranks_step(job, model, body_of, batches, ranks)
     return Workload(
-        step,
-        ranks.size * cell.batch * cell.seq_len,
+        of_rank.step,
+        ranks.size * job.axes.batch * job.axes.seq_len,
         model,
+        compiled=of_rank.compiled,
+        captured=of_rank.captured,
         made=made,
-        optimizer=optimizer,
-        unsynchronised=unsynchronised(wrapped, step),
+        optimizer=of_rank.optimizer,
+        unsynchronised=of_rank.unsynchronised,
+        close=of_rank.close,
     )
 
 

@@ -325,6 +325,15 @@ def main() -> None:
     layer = cp.wrap(LayerCase().layer())
     found["refused"] = {
         "mesh": refused(lambda: ContextParallel(grid)),
+        "none": refused(lambda: ContextParallel(None)),
+        "list": refused(lambda: cp.shard([1, 2])),
+        "gathered list": refused(lambda: cp.unshard([1, 2])),
+        "dim": refused(lambda: cp.shard(ids, 2)),
+        "word": refused(lambda: cp.shard(ids, "tokens")),
+        "gathered dim": refused(lambda: cp.unshard(ids, -3)),
+        "odd": refused(lambda: cp.unshard(ids[:, :7])),
+        "seven": refused(lambda: cp.positions(7)),
+        "half": refused(lambda: cp.positions(8.0)),
         "twice": refused(lambda: cp.wrap(layer)),
         "other": refused(lambda: cp.wrap(nn.Linear(1, 1))),
         "cudnn": refused(lambda: cp.wrap(DenseLM(preset("tiny"), "dense_cudnn"))),
