@@ -141,7 +141,7 @@ def evaluate(
         raise TrainError(
             TrainExit.USAGE,
             f"{run} was trained on data.kind={config.data.kind}; wanted recall or copying;"
-            " evaluate a run of configs/needle_64k.yaml or copying_64k.yaml",
+            " evaluate a run of configs/needle_64k.yaml",
         )
     for length in lengths:
         if why := _holds_no_rows(config.data, length):
