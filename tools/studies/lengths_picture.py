@@ -1,6 +1,6 @@
 """docs/lengths.png: NSA against the best dense attention over sequence length, from one stored run.
 
-    python -m tools.studies.lengths_picture reports/evidence/kernels-h200/a --out docs/lengths.png
+    python -m tools.studies.lengths_picture RUN --out docs/lengths.png
 
 Everything on the picture is computed from the run: the curves, the crossovers and the title.
 """
@@ -11,6 +11,7 @@ import argparse
 import hashlib
 import math
 import sys
+import textwrap
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -26,10 +27,17 @@ from PIL.PngImagePlugin import PngInfo
 import perfbench
 from perfbench import records
 
-RUN = Path("reports/evidence/kernels-h200/a")
+RUN = Path("reports/evidence/nightly-h200/kernels")
 OUT = Path("docs/lengths.png")
 PANELS = {"attention_forward": "forward", "attention": "forward + backward"}
 NSA = ("auto", "triton")
+DENSE = {
+    "dense_cudnn": "cuDNN",
+    "dense_flash": "FlashAttention-2",
+    "dense_fa3": "FlashAttention-3",
+    "dense_fa4": "FlashAttention-4",
+}
+FOOTER_WIDTH = 168  # letters that fit a line
 FINGERPRINT = "plotted-data"  # the PNG's text chunk
 BLUE, ORANGE, GREY = "#0b5fbe", "#c2410c", "#57606a"
 
@@ -166,18 +174,21 @@ def draw(panels: Sequence[Panel], footer: str) -> Figure:
 
 
 def footer_of(run: Path) -> str:
-    """GPU, versions, commit and method of the run."""
-    manifest = records.read_run(run).manifest
-    machine, commit = manifest.environment, manifest.source.commit or "unknown commit"
-    return (
+    """GPU, versions, commit and method of the run, in lines that fit the picture."""
+    found = records.read_run(run)
+    machine, source = found.manifest.environment, found.manifest.source
+    ran = {row.axes.path for row in found.replicates}
+    rivals = [name for path, name in DENSE.items() if path in ran]
+    text = (
         f"{machine.device_name}, torch {machine.torch}, Triton {machine.triton}; commit"
-        f" {commit[:12]}; {manifest.matrix_path}: attention alone, 12 query heads over 2 KV heads"
-        " of 64, batch 1, bf16, cold L2.\n"
-        f"Medians of {manifest.replicates} processes; bars span the fastest and the slowest one."
-        " Up to 16k both sides replay a CUDA graph where that is faster; beyond, the host launches"
-        " them.\nBest dense: the faster of cuDNN's and FlashAttention-2's kernels at each length."
-        " Blue and orange factors: dense time over NSA time. Crossovers are interpolated."
+        f" {(source.commit or 'unknown commit')[:12]}; {found.manifest.matrix_path}: attention"
+        " alone, 12 query heads over 2 KV heads of 64, batch 1, bf16, cold L2. Medians of"
+        f" {found.manifest.replicates} processes; bars span the fastest and the slowest one. Up to"
+        " 16k both sides replay a CUDA graph where that is faster; beyond, the host launches them."
+        f" Best dense: the fastest kernel of {' and '.join(rivals)}. Blue and orange factors: dense"
+        " time over NSA time. Crossovers are interpolated."
     )
+    return textwrap.fill(text, FOOTER_WIDTH)
 
 
 def fingerprint(panels: Sequence[Panel], footer: str) -> str:
