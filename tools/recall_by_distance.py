@@ -44,7 +44,8 @@ EDGES = (2048, 8192, 16_384, 32_768)  # tokens of distance, besides the window
 @dataclass(frozen=True, slots=True)
 class Recalled:
     """Of the questions whose value was stated ``from_tokens`` to ``to_tokens`` - 1 tokens before;
-    ``guess_pct``: right by chance among the values that the row states.
+    ``guess_pct``: right by chance among the values that the row states, of copying among the
+    tokens of the kind.
     """
 
     length: int
@@ -156,20 +157,20 @@ def evaluate(
         rows = language.questions(0, 0, count, length)
         casts = config.train.precision == "autocast" and device.type == "cuda"
         with torch.autocast(device.type, dtype=torch.bfloat16, enabled=casts):
-            found = recalled(model, rows, _num_stated(config.data, length), device)
+            found = recalled(model, rows, _num_answers(config.data, length), device)
         yield found
 
 
 def _holds_no_rows(data: DataConfig, length: int) -> str:
     if data.kind == "copying":
         least = copying.LEAST_TOKENS
-        return "" if length >= least else f"{copying.NUM_KINDS} tokens; wanted rows of {least}"
+        return "" if length >= least else f"token of each kind; wanted rows of {least} or more"
     fits = length >= LEAST_TOKENS and most_pairs(length) >= data.pairs
     return "" if fits else f"{data.pairs or 2} pairs; wanted longer rows"
 
 
-def _num_stated(data: DataConfig, length: int) -> int:
-    return copying.NUM_KINDS if data.kind == "copying" else num_pairs_for(length, data.pairs)
+def _num_answers(data: DataConfig, length: int) -> int:
+    return copying.NUM_OF_A_KIND if data.kind == "copying" else num_pairs_for(length, data.pairs)
 
 
 def _line(one: Recalled) -> str:

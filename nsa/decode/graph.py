@@ -45,8 +45,8 @@ class StepGraph:
     ) -> None:
         if not hasattr(model, "embedding"):
             raise ValueError(
-                f"model is {type(model).__name__}; wanted a TinyLM, whose step is captured; a layer"
-                " alone is called as ever"
+                f"model is {type(model).__name__}; wanted a TinyLM or DenseLM, whose step is"
+                " captured; a layer alone is called as ever"
             )
         _, device = checks.compute_kind(model.embedding)
         check_device(device)

@@ -47,7 +47,7 @@ class Steps:
     def __init__(self, caches: Sequence[NSACache | DenseCache], tokens: int = 1) -> None:
         if isinstance(caches, NSACache | DenseCache) or not hasattr(caches, "__len__"):
             raise ValueError(
-                f"got a {type(caches).__name__} for Steps; wanted a list of NSACache, one a layer;"
+                f"got a {type(caches).__name__} for Steps; wanted a list of caches, one a layer;"
                 " put it in a list, or take the one that new_cache of the model makes"
             )
         if not caches or len({(c.lengths, c.max_len, c.kv[0].device) for c in caches}) != 1:
@@ -197,7 +197,7 @@ class Steps:
             torch._assert_async(
                 (self.length_B <= self._max_len - self.tokens).all(),
                 f"got a token for a row that holds max_len={self._max_len}; wanted room; make"
-                " the cache larger with NSACache.empty(max_len=...)",
+                " the cache larger with new_cache(batch, max_len)",
             )
             return
         self._catch_up()
@@ -205,7 +205,7 @@ class Steps:
         if longest + self.tokens > room:
             raise ValueError(
                 f"a row would hold {longest + self.tokens} tokens; wanted at most max_len={room},"
-                " for which the cache has room; make it larger with NSACache.empty(max_len=...), or"
+                " for which the cache has room; make it larger with new_cache(batch, max_len), or"
                 " begin a new one"
             )
 

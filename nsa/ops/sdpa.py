@@ -79,7 +79,8 @@ def cached(
     choose, flash demands FA-2. Returns [B, T, HQ, DV].
 
     SDPA's kernels under a mask split no keys: a program walks all keys of a kv head. The mask of
-    several queries is [B or 1, T, S], in bool and in the dtype of q.
+    several queries is [B or 1, T, S], in bool and in the dtype of q; of a batch and several kv
+    heads a copy for each of both.
     """
     (B, T, num_heads, _), (S, G) = q_BTQD.shape, k_BSGD.shape[1:3]
     if scale <= 0:  # as in `causal`

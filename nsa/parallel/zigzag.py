@@ -88,8 +88,8 @@ def check_dim(x: Tensor, dim: int) -> None:
 def check_rank_tokens(tokens: int) -> None:
     """ValueError unless ``tokens`` of a rank are two equal chunks."""
     if isinstance(tokens, bool) or not isinstance(tokens, int) or tokens < 2 or tokens % 2:
-        even = tokens - tokens % 2 if isinstance(tokens, int) and tokens >= 2 else 2
+        even = tokens - tokens % 2 if type(tokens) is int and tokens >= 2 else 0
         raise ValueError(
             f"got {tokens!r} tokens of a rank, wanted a whole number of two chunks of equal length;"
-            f" give {even} or {even + 2}"
+            f" give {f'{even} or {even + 2}' if even else 'an even int from 2 on'}"
         )

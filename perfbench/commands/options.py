@@ -269,7 +269,7 @@ class RunOptions:
         """
         fleet = fleet_options(typed)
         if fleet is not None:
-            _refuse_ranks(matrix, typed.executor)
+            _refuse_ranks(matrix, typed)
         return cls(
             argv,
             names.named_cells(matrix, typed.only, "cell="),
@@ -283,17 +283,18 @@ class RunOptions:
         )
 
 
-def _refuse_ranks(matrix: Matrix, executor: str) -> None:
+def _refuse_ranks(matrix: Matrix, typed: TypedOptions) -> None:
     """A job of a fleet has one card, and the ranks of a cell are of one machine."""
     from perfbench.matrix import cells_of
 
-    largest = max(cell.world_size for cell in cells_of(matrix))
+    only = names.named_cells(matrix, typed.only, "cell=")
+    largest = max(cell.world_size for cell in cells_of(matrix, only))
     if largest > 1:
         raise PerfbenchError(
             Exit.USAGE,
-            f"got --executor {executor} and {matrix.path}, which has a cell of world_size"
+            f"got --executor {typed.executor} and {matrix.path} with a cell of world_size"
             f" {largest}; wanted world_size 1 in every cell, since a job of a fleet has one card."
-            f" Next: --executor local on a machine of {largest} cards",
+            f" Next: --only world_size=1, or --executor local on a machine of {largest} cards",
         )
 
 

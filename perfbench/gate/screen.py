@@ -9,7 +9,7 @@ from perfbench.gate.comparable import unplanned_sentinels
 from perfbench.gate.judgement import Judgement, resummarise
 from perfbench.gate.judging import judge
 from perfbench.gate.strictness import JointRules
-from perfbench.matrix import Matrix, policies
+from perfbench.matrix import Matrix, policies, sentinels_of
 from perfbench.records import Baseline, BaselineProblem, Run
 
 
@@ -37,7 +37,8 @@ def judge_by_baseline(
             )
     if isinstance(found, BaselineProblem):
         return judgement
-    unplanned = unplanned_sentinels(run, matrix.sentinels, found)
+    wanted = sentinels_of(matrix, run.manifest.cells)
+    unplanned = unplanned_sentinels(run, wanted, found)
     return replace(judgement, notes=(*judgement.notes, *unplanned))
 
 

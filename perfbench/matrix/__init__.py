@@ -4,7 +4,8 @@ from perfbench.matrix.named_path import expected_of
 from perfbench.matrix.attention_calls import held_tokens, layer_calls, of_selected, pieces, route_of
 from perfbench.matrix.judge_rules import JudgeRules
 from perfbench.matrix.matrix import Excluded, Matrix, load_matrix, parse_matrix
-from perfbench.matrix.matrix import cells_of, check_configs, policies, stored_matrix, trained_for
+from perfbench.matrix.matrix import cells_of, check_configs, policies, sentinels_of
+from perfbench.matrix.matrix import stored_matrix, trained_for
 from perfbench.matrix.named_calls import COUNTED_INSIDE, INSIDE, NAMESPACE, SDPA
 from perfbench.matrix.named_calls import OperatorCalls, operator_calls
 from perfbench.matrix.plan import Plan, build_plan, plan_text

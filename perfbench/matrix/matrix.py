@@ -276,9 +276,18 @@ def _product_of(axes: tuple[tuple[str, tuple[Value, ...]], ...]) -> tuple[Cell, 
     return tuple(dict.fromkeys(map(Cell.from_mapping, ordered)))
 
 
-def cells_of(matrix: Matrix) -> list[Cell]:
-    """Every cell that a run without --only would measure."""
-    return [one.cell for one in cells(matrix)[0]]
+def cells_of(matrix: Matrix, only: Iterable[str] = ()) -> list[Cell]:
+    """Every cell that a run with the `--only` terms in ``only`` would measure."""
+    return [one.cell for one in cells(matrix, only)[0]]
+
+
+def sentinels_of(matrix: Matrix, planned: Iterable[PlannedCell]) -> list[str]:
+    """Sentinels of ``matrix`` that a run of ``planned`` measures: the link between ranks where one
+    of them has as many ranks as any cell of the matrix, so that its rate is always of as many.
+    """
+    most = max(cell.world_size for cell in cells_of(matrix))
+    has_most = max((cell.axes.world_size for cell in planned), default=1) == most
+    return [name for name in matrix.sentinels if has_most or name not in OF_RANKS]
 
 
 def cells(matrix: Matrix, only: Iterable[str] = ()) -> tuple[list[MatrixCell], list[Excluded]]:

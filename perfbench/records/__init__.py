@@ -1,10 +1,9 @@
 """The nouns that every room shares, and the files they are stored in."""
 
 from perfbench.records.baseline_file import Baseline, BaselineCell, BaselineProblem
-from perfbench.records.baseline_file import MAKE_ONE, PROMOTE
 from perfbench.records.baseline_file import load_baseline, baseline_path, parse_baseline
 from perfbench.records.baseline_file import read_baseline, show_baseline
-from perfbench.records.baseline_file import retire_baseline, write_baseline
+from perfbench.records.baseline_file import MAKE_ONE, PROMOTE, retire_baseline, write_baseline
 from perfbench.records.calibration_file import read_calibration, variance_of_cells
 from perfbench.records.cells import ATTENTION, AXES, Axis, BACKWARD, CACHED, Cell
 from perfbench.records.cells import EVERYTHING, Match, NOT_APPLICABLE, PAGED, ProofKey

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from nsa.config import nearest_name
 from perfbench.errors import Exit, PerfbenchError
-from perfbench.matrix import Matrix, Plan
+from perfbench.matrix import Matrix, Plan, sentinels_of
 from perfbench.records import (
     CardLine,
     Environment,
@@ -85,7 +85,7 @@ class RunSpec:
             matrix_text=self.matrix.text,
             matrix_sha256=self.matrix.sha256,
             replicates=self.plan.replicates,
-            sentinels=list(self.matrix.sentinels),
+            sentinels=sentinels_of(self.matrix, self.plan.cells),
             only=self.only,
             cells=self.plan.cells,
             excluded=excluded,

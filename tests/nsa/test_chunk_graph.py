@@ -96,7 +96,7 @@ def test_what_chunks_refuse(graphs: list[str]) -> None:
     for wrong in (0, True, 2.0):
         with pytest.raises(ValueError, match=r"got tokens=.* wanted a whole number of at least 1"):
             ChunkGraph(model, cache, wrong)  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="got a NSACache for Steps; wanted a list of NSACache"):
+    with pytest.raises(ValueError, match="got a NSACache for Steps; wanted a list of caches"):
         Steps(cache[0])  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="got 41 tokens a step for caches of max_len=40"):
         ChunkGraph(model, cache, 41)

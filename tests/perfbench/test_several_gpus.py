@@ -17,7 +17,7 @@ from perfbench.gate.judging import judge
 from perfbench.gate.several_ranks import rank_findings
 from perfbench.matrix import load_matrix
 from perfbench.matrix.attention_calls import why_not
-from perfbench.matrix.matrix import cells_of, config_sha256, parse_matrix
+from perfbench.matrix.matrix import cells_of, config_sha256, parse_matrix, sentinels_of
 from perfbench.matrix.policy import GatePolicy
 from perfbench.records import Cell, Replicate, Run, Status, StepProof, Verdict
 from perfbench.records.ranks import RankLine, RanksLine
@@ -120,11 +120,11 @@ def test_a_fleet_takes_no_matrix_of_several_ranks(executor: str) -> None:
         parsed(parse_matrix(MATRIX, "m.yaml"))
     said = str(caught.value)
     assert caught.value.exit_code is Exit.USAGE and "\n" not in said
-    assert said.startswith(
-        f"got --executor {executor} and m.yaml, which has a cell of world_size 2"
-    )
+    assert said.startswith(f"got --executor {executor} and m.yaml with a cell of world_size 2")
     assert "wanted world_size 1 in every cell" in said and "--executor local" in said
     assert parsed(parse_matrix(MATRIX.replace("[1, 2]", "[1]"), "m.yaml")).fleet is not None
+    one = TypedOptions(executor=executor, only=["world_size=1"])
+    assert parsed(parse_matrix(MATRIX, "m.yaml"), typed=one).fleet is not None
 
 
 def test_the_link_is_measured_by_the_most_ranks_and_the_card_by_one(tmp_path: Path) -> None:
@@ -132,6 +132,19 @@ def test_the_link_is_measured_by_the_most_ranks_and_the_card_by_one(tmp_path: Pa
     run(tmp_path, executor, f"{MATRIX}sentinels: [gemm, all_reduce]\n")
     asked = [(job.sentinel, job.axes.world_size) for job in executor.jobs if job.sentinel]
     assert asked[:2] == [("gemm", 1), ("all_reduce", 2)]
+
+
+@pytest.mark.parametrize(
+    ("kept", "measured"), [(1, ["gemm"]), (2, ["gemm"]), (4, ["gemm", "all_reduce"])]
+)
+def test_a_part_without_the_most_ranks_leaves_the_link_out(kept: int, measured: list[str]) -> None:
+    """Two ranks would else be compared with four of a baseline, and one has no link: ENV."""
+    more = MATRIX.replace("[1, 2]", "[1, 2, 4]").replace("count: 2", "count: 4")
+    matrix = parse_matrix(f"{more}sentinels: [gemm, all_reduce]\n", "m.yaml")
+    planned = [b.planned_cell(cell) for cell in cells_of(matrix, [f"world_size={kept}"])]
+    assert sentinels_of(matrix, planned) == measured
+    planned += [b.planned_cell(cell) for cell in cells_of(matrix)]
+    assert sentinels_of(matrix, planned) == ["gemm", "all_reduce"]
 
 
 @pytest.mark.parametrize(

@@ -206,6 +206,22 @@ def test_ranks_take_another_try_together(
     assert proving._agreed(ok) is (ok and not other_is_wrong)
 
 
+@pytest.mark.usefixtures("graphs")
+def test_a_rank_that_is_right_steps_again_with_one_that_is_not(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    steps: list[Any] = []
+    compare = proving._ModelStep.compare
+
+    def counted(self: Any, ratios: Any) -> None:
+        compare(self, ratios)
+        steps.append(ratios.ok)
+
+    monkeypatch.setattr(proving._ModelStep, "compare", counted)
+    monkeypatch.setattr(proving, "_agreed", lambda ok: ok and len(steps) > 1)
+    assert step_of(of("forward", compile="on")).ok and steps == [True, True]
+
+
 # Attention alone.
 
 

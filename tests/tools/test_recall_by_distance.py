@@ -122,6 +122,20 @@ def test_a_run_is_evaluated_from_its_folder(
     assert "--lengths 8 holds no 2 pairs" in capsys.readouterr().err
 
 
+def test_a_run_of_copying_is_evaluated_too(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run, file = run_of(tmp_path / "run", {"kind": "copying"}), tmp_path / "found.json"
+    words = [str(run), "--lengths", "64", "--questions", "20", "--json", str(file)]
+    assert tool.main(words) == 0
+    found = json.loads(file.read_text())
+    assert [one["questions"] for one in found if one["distance"] == "all"] == [24]
+    assert {one["guess_pct"] for one in found} == {100 / 16}  # tokens of a kind
+    capsys.readouterr()
+    assert tool.main([str(run), "--lengths", "16"]) == 2
+    assert "--lengths 16 holds no token of each kind; wanted rows of 32" in capsys.readouterr().err
+
+
 def test_a_run_of_other_data_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run = run_of(tmp_path / "run", {"kind": "synthetic"})
     assert tool.main([str(run)]) == 2
