@@ -35,7 +35,7 @@ class Tuned:
 # attention, path triton had the least median at every length from 512 tokens on, proved from 2,048.
 # Below that no path is proved to be faster than another there, so the length that would turn `auto`
 # to the second best is not written; decode steps of 2,048 keys were fastest with it, too
-# (reports/evidence/decode-graph-h200 at 30eb8d7).
+# (a run of decode-h200 at ecb800e, in git up to 30eb8d7).
 TUNED: Mapping[tuple[int, int], Tuned] = {(9, 0): Tuned(triton_min_tokens=0)}
 # Where nobody measured a card, `auto` takes path triton from where dense attention has this many
 # times as many keys a query: at m7c_125m's sizes 11,300 tokens. Forward and backward crossed with
