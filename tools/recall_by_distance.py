@@ -71,7 +71,7 @@ def is_far(rows: RecallRows, config: NSAConfig) -> NDArray[np.bool_]:
 
 
 def recalled(
-    model: TinyLM | DenseLM, rows: RecallRows, num_pairs: int, device: torch.device
+    model: TinyLM | DenseLM, rows: RecallRows, num_answers: int, device: torch.device
 ) -> list[Recalled]:
     """One line a range of distances, then one of all, then one of the far ones."""
     nsa, length = model.config.config_of(0), rows.ids.shape[1]
@@ -90,7 +90,7 @@ def recalled(
         count = int(among.sum())
         if count:
             found.append(
-                Recalled(length, name, count, 100 * float(right[among].mean()), 100 / num_pairs)
+                Recalled(length, name, count, 100 * float(right[among].mean()), 100 / num_answers)
             )
     if far.any() and chosen:
         best = max(chosen, key=lambda one: float(chosen[one][far].mean()))

@@ -267,12 +267,12 @@ class RunOptions:
         """``typed`` for the cells of ``matrix``; USAGE where a value is not valid, and for a fleet
         and cells of several ranks.
         """
-        fleet = fleet_options(typed)
+        fleet, only = fleet_options(typed), names.named_cells(matrix, typed.only, "cell=")
         if fleet is not None:
-            _refuse_ranks(matrix, typed)
+            _refuse_ranks(matrix, only, typed.executor)
         return cls(
             argv,
-            names.named_cells(matrix, typed.only, "cell="),
+            only,
             typed.resume,
             seconds(typed.budget),
             typed.seed,
@@ -283,16 +283,15 @@ class RunOptions:
         )
 
 
-def _refuse_ranks(matrix: Matrix, typed: TypedOptions) -> None:
+def _refuse_ranks(matrix: Matrix, only: list[str], executor: str) -> None:
     """A job of a fleet has one card, and the ranks of a cell are of one machine."""
     from perfbench.matrix import cells_of
 
-    only = names.named_cells(matrix, typed.only, "cell=")
     largest = max(cell.world_size for cell in cells_of(matrix, only))
     if largest > 1:
         raise PerfbenchError(
             Exit.USAGE,
-            f"got --executor {typed.executor} and {matrix.path} with a cell of world_size"
+            f"got --executor {executor} and {matrix.path} with a cell of world_size"
             f" {largest}; wanted world_size 1 in every cell, since a job of a fleet has one card."
             f" Next: --only world_size=1, or --executor local on a machine of {largest} cards",
         )

@@ -68,7 +68,6 @@ def guessing_nats(num_pairs: int) -> float:
 def recall_rows(rng: np.random.Generator, rows: int, length: int, pairs: int = 0) -> RecallRows:
     """``rows`` rows of ``length`` tokens; ``pairs`` as `num_pairs_for` has it."""
     num_pairs, asking = num_pairs_for(length, pairs), length // ASKING
-    num_questions = num_questions_for(length)
     row_R1 = np.arange(rows)[:, None]
     ids = rng.integers(0, NUM_NOISE, (rows, length), np.int32)
     labels, stated, preceding = (np.full_like(ids, -1) for _ in range(3))
@@ -80,13 +79,19 @@ def recall_rows(rng: np.random.Generator, rows: int, length: int, pairs: int = 0
     ids[row_R1, at_RP], ids[row_R1, at_RP + 1] = keys_RP, values_RP
     preceding[row_R1, at_RP + 1] = keys_RP
 
-    at_RQ = QUESTION_CELL * some_of(rng, rows, asking // QUESTION_CELL, num_questions)
-    at_RQ += length - asking + rng.integers(0, QUESTION_CELL, at_RQ.shape)
+    at_RQ = question_places(rng, rows, length)
     asked_RQ = rng.integers(0, num_pairs, at_RQ.shape)
     ids[row_R1, at_RQ] = keys_RP[row_R1, asked_RQ]
     labels[row_R1, at_RQ] = values_RP[row_R1, asked_RQ]
     stated[row_R1, at_RQ] = at_RP[row_R1, asked_RQ] + 1
     return RecallRows(ids, labels, stated, preceding)
+
+
+def question_places(rng: np.random.Generator, rows: int, length: int) -> NDArray[np.int64]:
+    """[rows, questions] in the last quarter of a row, in random order."""
+    asking = length // ASKING
+    at_RQ = QUESTION_CELL * some_of(rng, rows, asking // QUESTION_CELL, num_questions_for(length))
+    return at_RQ + length - asking + rng.integers(0, QUESTION_CELL, at_RQ.shape)
 
 
 def some_of(rng: np.random.Generator, rows: int, of: int, count: int) -> NDArray[np.int64]:
