@@ -85,7 +85,8 @@ def all_reduce(device: str) -> Work:
     largest of all ranks at each place, which a second time changes nothing.
 
     Bytes by which nccl-tests define bus bandwidth (doc/PERFORMANCE.md): of n ranks 2 (n - 1) / n of
-    what each has, so that n does not show. RuntimeError where this process is no rank.
+    what each has; an ideal link shows the same for every n. RuntimeError where this process is no
+    rank.
     """
     if not dist.is_initialized():
         raise RuntimeError(
