@@ -19,6 +19,7 @@ from nsa import checks
 from nsa.attention import NSAAttention
 from nsa.branches import Call, attend_view, reaching
 from nsa.decode import KV, View
+from nsa.ops.kernels import shares
 from nsa.parallel.keys import ShardedKeys
 from nsa.parallel.layout import Chunk, ShardedLayout, check_served
 from nsa.parallel.zigzag import Zigzag
@@ -123,6 +124,8 @@ class ShardedAttention(NSAAttention):
             sinks=self.sinks,
             wait_for_selected=keys.wait,
         )
-        if packing is None:
-            return attend_view(q, gates, view, call)
-        return packing.restore(attend_view(packing.align(q), packing.align(gates), view, call))
+        if packing is not None:
+            q, gates = packing.align(q), packing.align(gates)
+        with shares.one_of(self.place.num_chunks):
+            o = attend_view(q, gates, view, call)
+        return o if packing is None else packing.restore(o)

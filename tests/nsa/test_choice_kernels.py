@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import itertools
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -45,6 +46,38 @@ def test_choice(
     want = oracle.select(q, k_cmp, config=config, q_start=start)
     assert torch.isfinite(want[1]).any(), "blocks compete"
     assert assert_blocks(got, *want) <= 0.02
+
+
+@pytest.mark.parametrize("most_held", [32, 256])
+@pytest.mark.parametrize(
+    ("config", "batch", "queries", "start", "size"),
+    [
+        (replace(SMALL, sel_block=8, num_selected=6, num_local=3, num_initial=2), 1, 9, 2300, 3.0),
+        (replace(SMALL, num_selected=7), 3, 3, torch.tensor([505, 4300, 1310]), 1.0),
+        (replace(SMALL, num_selected=16), 1, 3, 9000, 1.0),
+        # equal scores: more candidates than are ranked, so that slots are filled one by one
+        (replace(SMALL, num_selected=8), 1, 3, 5000, 0.0),
+    ],
+    ids=["sharp", "ragged", "far", "equal"],
+)
+def test_rows_read_by_tiles_choose_what_held_rows_choose(
+    config: NSAConfig,
+    batch: int,
+    queries: int,
+    start: int | Tensor,
+    size: float,
+    most_held: int,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    keys = queries + int(torch.as_tensor(start).max())
+    assert keys // config.sel_block > most_held, "more than one tile"
+    num_cmp = oracle.num_compressed(keys, config.cmp_block, config.cmp_stride)
+    q = size * randn(batch, queries, 3 if batch == 1 else 4, 16, seed=1)
+    k_cmp = randn(batch, num_cmp, 1 if batch == 1 else 2, 16, seed=2)
+    options = {"q_start": start, "kv_len": keys}
+    want = choose_by_kernel(q, k_cmp, config, **options)
+    monkeypatch.setattr(scores, "choose", partial(scores.choose, most_held=most_held))
+    assert torch.equal(choose_by_kernel(q, k_cmp, config, **options), want)
 
 
 def test_choice_in_chunks(monkeypatch: pytest.MonkeyPatch) -> None:

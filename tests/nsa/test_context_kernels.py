@@ -16,6 +16,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from nsa import NSAAttention, dispatch
 from nsa.ops import joint_backward
+from nsa.ops.decode import kernels as decode
 from nsa.parallel import ContextParallel
 from nsa.parallel.gather import WantedItems
 from tests.cases import SMALL, assert_parity, randn
@@ -76,3 +77,28 @@ def test_kernels_serve_a_late_chunk_as_a_whole_sequence(
     names = ["y", "x", *dict(layer.named_parameters())]
     for name, a, b in zip(names, got, want, strict=True):
         assert_parity(a, b.double(), name)
+
+
+def test_a_chunk_is_served_by_the_kernel_of_the_whole(
+    cp: ContextParallel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """16 queries of 3 heads alone are a call of few queries, whose kernel splits the keys and so
+    rounds otherwise; as half of 32 they are not.
+    """
+    few: list[int] = []
+    split = decode.interval
+
+    def noted(q: Tensor, *x: Any, **options: Any) -> None:
+        few.append(q.shape[1])
+        split(q, *x, **options)
+
+    monkeypatch.setattr(decode, "interval", noted)
+    layer = NSAAttention(16, 3, 1, 8, 12, config=SMALL, path="triton")
+    x = randn(1, 32, 16, seed=1)
+    with torch.no_grad():
+        layer(x[:, :16])
+        assert set(few) == {16}
+        few.clear()
+        layer(x)
+        cp.wrap(layer)(cp.shard(x))
+    assert few == []

@@ -8,6 +8,8 @@ import sys
 from pathlib import Path
 from types import SimpleNamespace
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
@@ -53,7 +55,7 @@ def test_choice_while_keys_pass(BC: int, stages: int) -> None:
     and whole ones, edges from a tile to the next.
     """
     q, k_cmp = inputs(2, 150, 700)
-    tiles = scores.PassingTiles(64, BC, stages, score_bytes=128 * 2 * 64 * 4)
+    tiles = scores.PassingTiles(64, BC, stages, score_bytes=128 * 2 * 64 * 4, programs=1)
     got = chosen(q, k_cmp, 700, tiles)
     want = oracle.select(q, k_cmp, config=CONFIG, q_start=700, scale=SCALE)
     assert torch.isfinite(want[1]).any(), "blocks compete"
@@ -65,3 +67,24 @@ def test_choice_of_the_first_queries() -> None:
     q, k_cmp = inputs(1, 200, 0)
     got = chosen(q, k_cmp, 0, scores.PassingTiles(64, 64, 2))
     assert_blocks(got, *oracle.select(q, k_cmp, config=CONFIG, q_start=0, scale=SCALE))
+
+
+@pytest.mark.parametrize(("programs", "rows"), [(1, [64, 64, 64, 8]), (4, [128, 72]), (7, [192, 8])])
+def test_a_chunk_of_scores_fills_the_gpu(
+    programs: int, rows: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of two kv heads, tiles of 64 queries of both: chunks of at least half as many tiles, though
+    one row alone is beyond ``score_bytes``.
+    """
+    launched: list[int] = []
+
+    def count(kernel: Any, grid: tuple[int, ...], *arguments: Any, **options: Any) -> None:
+        if kernel is scores.nsa_choose:
+            launched.append(grid[0] // 2)
+        launch(kernel, grid, *arguments, **options)
+
+    launch = scores.launch
+    monkeypatch.setattr(scores, "launch", count)
+    q, k_cmp = inputs(1, 200, 0)
+    chosen(q, k_cmp, 0, scores.PassingTiles(64, 64, 2, score_bytes=1, programs=programs))
+    assert launched == rows

@@ -485,16 +485,17 @@ def nsa_interval_forward_both_split(
     ring of as many rows, in its order. TILED: a tile lies within a page, and a lap of the ring is
     whole pages.
     """
-    split = tl.program_id(0)
-    g_ = tl.program_id(1)
-    g = g_.to(tl.int64)
-    b = tl.program_id(2).to(tl.int64)
+    # compressed keys first: one row's splits next to one another would give half of the
+    # multiprocessors those of windows alone
+    g = tl.program_id(0).to(tl.int64)
+    b = tl.program_id(1).to(tl.int64)
+    split = tl.program_id(2)
     pos = tl.load(POS + b).to(tl.int32)
     is_cmp = split < cmp_splits
     hi = tl.minimum(tl.where(pos + 1 < block, 0, (pos + 1 - block) // stride + 1), C)
     last = tl.where(is_cmp, hi, tl.minimum(pos + 1, num_win))
     own = tl.where(is_cmp, split, split - cmp_splits)
-    splits = tl.where(is_cmp, cmp_splits, tl.num_programs(0) - cmp_splits)
+    splits = tl.where(is_cmp, cmp_splits, tl.num_programs(2) - cmp_splits)
     share = tl.cdiv(tl.cdiv(last, splits), BC) * BC
     begin = own * share
     end = tl.minimum(begin + share, last)
@@ -539,7 +540,7 @@ def nsa_interval_forward_both_split(
         left = (h < H)[:, None] & (c < end)[None, :] & is_cmp
         tl.store(LOGITS + head[:, None] * C + c[None, :], s, mask=left)
         m, l, acc = more(s, v, m, l, acc, PREC)
-    row = split.to(tl.int64) * tl.num_programs(2) * (G * H) + head
+    row = split.to(tl.int64) * tl.num_programs(1) * (G * H) + head
     leave(O, LSE, row, h < H, m, l, acc, DV, BDV)
 
 
@@ -748,7 +749,7 @@ def attend(
     page = 0 if pages is None else buffers.cmp_k.shape[1]
     launch(
         nsa_interval_forward_both_split,
-        (before, G, B),
+        (G, B, before),
         q,
         buffers.cmp_k,
         buffers.cmp_v,

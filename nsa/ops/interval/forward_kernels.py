@@ -27,6 +27,7 @@ from nsa.ops.kernels.common import (
     starts,
 )
 from nsa.ops.kernels.launch import launch
+from nsa.ops.kernels.shares import of_all
 
 
 @triton.jit
@@ -246,7 +247,7 @@ def forward(
     q, k, v = rows(q), rows(k), rows(v)
     (B, T, HQ, D), (C, G, DV) = q.shape, v.shape[1:]
     o, lse = into or (q.new_empty(B, T, HQ, DV), q.new_empty(B, T, HQ, dtype=torch.float32))
-    if tiles is None and into is None and decode.few_queries(T, HQ // G):
+    if tiles is None and into is None and decode.few_queries(of_all(T), HQ // G):
         decode.interval(
             q,
             k,

@@ -21,6 +21,7 @@ from nsa.ops.interval.tile_sizes import (
 )
 from nsa.ops.kernels.common import LOG2E, cdiv, described, width_class
 from nsa.ops.kernels.launch import launch
+from nsa.ops.kernels.shares import of_all
 from nsa.ops.kernels.tiles import sm_of
 from nsa.routing.thresholds import SORT_MIN_ROWS
 from nsa.settings import is_off
@@ -55,11 +56,11 @@ def _take(tile_rows: int, q: Tensor, k: Tensor, v: Tensor, *others: Tensor, work
     sm = sm_of(q.device)
     if is_off("roles") or sm is None or sm[0] != 9 or q.element_size() != 2:
         return False
-    if q.shape[0] * q.shape[1] * k.shape[2] < SORT_MIN_ROWS:
+    if of_all(q.shape[0] * q.shape[1] * k.shape[2]) < SORT_MIN_ROWS:
         return False
     if not (q.shape[3] == v.shape[3] in (64, 128)):
         return False
-    return described(tile_rows, q, k, v, *others, work=work)[1]
+    return described(tile_rows, q, k, v, *others, work=of_all(work))[1]
 
 
 @lru_cache(maxsize=64)

@@ -30,6 +30,7 @@ from nsa.ops.kernels.common import (
     width_class,
 )
 from nsa.ops.kernels.launch import launch
+from nsa.ops.kernels.shares import of_all
 from nsa.ops.kernels.tiles import card_at, sm_of
 from nsa.routing.thresholds import GRID_LIMIT
 from nsa.settings import is_off
@@ -57,7 +58,10 @@ class PassingTiles:
     BC: int  # compressed keys
     stages: int  # tiles of keys held
     registers: int | None = None  # of a thread; None: as many as the compiler wants
-    score_bytes: int = 1 << 27  # of one chunk's scores: whole rows, so many to fill the GPU
+    score_bytes: int = 1 << 27  # of one chunk's scores: whole rows
+    # that fill an H200, three on each of 132 multiprocessors: no chunk has fewer, where there are
+    # as many rows
+    programs: int = 396
 
     @property
     def options(self) -> dict[str, int]:
@@ -73,6 +77,9 @@ PASSING_MIN_ROWS = 16_384  # (b, t, kv head)
 # Registers of a thread of `nsa_choose`, by the most blocks of a row: without a limit 141, and 14
 # warps a multiprocessor instead of 32. Beyond, a thread holds more scores than that.
 CHOICE_REGISTERS, CHOICE_REGISTERS_TO = 64, 1024
+# Scores of a row that `nsa_choose` holds, 128 a lane; of a longer row it reads a quarter as many at
+# once. Held, 8,192 take 2,200 bytes of stack a thread, and 16,384 take 5,040.
+MOST_HELD = 4096
 
 
 @triton.jit
@@ -190,6 +197,18 @@ def _score_at(AT, EDGE_AT, j, inside, first_block, hi, R: tl.constexpr, EDGED: t
     return score
 
 
+@triton.jit
+def _competing(AT, EDGE_AT, j, j0, seen, R: tl.constexpr, EDGED: tl.constexpr):
+    """Scores of blocks j0 + j of a row, -1 of those that are forced or beyond. ``seen``: the first
+    and one past the last that compete, the first visible block, one past the last visible
+    compressed one.
+    """
+    initial_end, local_begin, first_block, hi = seen
+    competes = (j0 + j >= initial_end) & (j0 + j < local_begin)
+    score = _score_at(AT + j0, EDGE_AT + j0, j0 + j, competes, first_block, hi, R, EDGED)
+    return tl.where(competes, score, -1.0)
+
+
 # J unspecialized: were it known to be a multiple of 4, four neighbours would go to one lane, and
 # the maxima of groups would go through shared memory
 @triton.jit(do_not_specialize=["J"])
@@ -216,7 +235,8 @@ def nsa_choose(
     N: tl.constexpr,
     NP: tl.constexpr,
     R: tl.constexpr,
-    BJ: tl.constexpr,
+    TILE: tl.constexpr,
+    HELD: tl.constexpr,
     NC: tl.constexpr,
     RAGGED: tl.constexpr,
     DOCS: tl.constexpr,
@@ -226,7 +246,8 @@ def nsa_choose(
     ascending); ascending, -1 padded.
 
     Blocks are a matrix of NC columns, a column a lane, so that what is done by columns is done by
-    each lane alone.
+    each lane alone. HELD: a tile is a whole row, whose scores are read once. Others are read twice,
+    for the least score that is a candidate's and for the candidates.
     """
     at = tl.program_id(0).to(tl.int64)
     row = (at // G).to(tl.int32)
@@ -246,40 +267,63 @@ def nsa_choose(
     num_forced = num_first + end - local_begin
     need = N - num_forced
     i = tl.arange(0, NC)
-    of_row = tl.arange(0, BJ // NC)[None, :] * NC  # constants, in an address
+    of_row = tl.arange(0, TILE // NC)[None, :] * NC  # constants, in an address
     j = of_row + i[:, None]
-    competes = (j >= initial_end) & (j < local_begin)
-    score = _score_at(
-        (SCORE + i)[:, None] + of_row,
-        (EDGE + i)[:, None] + of_row,
-        j,
-        competes,
-        first_block,
-        hi,
-        R,
-        EDGED,
-    )
-    score = tl.where(competes, score, -1.0)
+    at_j, edge_at_j = (SCORE + i)[:, None] + of_row, (EDGE + i)[:, None] + of_row
+    seen = initial_end, local_begin, first_block, hi
+    if HELD:
+        score = _competing(at_j, edge_at_j, j, 0, seen, R, EDGED)
+        best = tl.max(score, 1)
+    else:
+        best = tl.full([NC], -1.0, tl.float32)
+        for j0 in range(0, local_begin, TILE):
+            best = tl.maximum(best, tl.max(_competing(at_j, edge_at_j, j, j0, seen, R, EDGED), 1))
     # The need-th largest maximum of NC interleaved groups: at least `need` scores reach it, and
     # seldom many more.
-    best = tl.max(score, 1)
     reach = tl.sum((best[:, None] >= best[None, :]).to(tl.int32), 0)
     least = tl.max(tl.where(reach >= need, best, -1.0), 0)
     least = tl.where(need > 0, tl.maximum(least, 0.0), float("inf"))
-    of_lane = tl.sum((score >= least).to(tl.int32), 1)
-    count = tl.sum(of_lane, 0)
-    if num_forced + count > NC:
-        for n in range(need):
-            highest = tl.max(tl.max(score, 1), 0)
-            hit = tl.min(tl.min(tl.where(score == highest, j, 2147483647), 1), 0)
-            tl.store(SPARE + n, hit)
-            score = tl.where(j == hit, -1.0, score)
-        count = need
+    if HELD:
+        of_lane = tl.sum((score >= least).to(tl.int32), 1)
+        count = tl.sum(of_lane, 0)
+        if num_forced + count > NC:
+            for n in range(need):
+                highest = tl.max(tl.max(score, 1), 0)
+                hit = tl.min(tl.min(tl.where(score == highest, j, 2147483647), 1), 0)
+                tl.store(SPARE + n, hit)
+                score = tl.where(j == hit, -1.0, score)
+            count = need
+        else:
+            # in no order: each lane's one after the other
+            candidate = (score >= least).to(tl.int32)
+            spare = (tl.cumsum(of_lane, 0) - of_lane)[:, None] + tl.cumsum(candidate, 1) - candidate
+            tl.store(SPARE + spare, j, mask=candidate != 0)
     else:
-        # in no order: each lane's one after the other
-        candidate = (score >= least).to(tl.int32)
-        spare = (tl.cumsum(of_lane, 0) - of_lane)[:, None] + tl.cumsum(candidate, 1) - candidate
-        tl.store(SPARE + spare, j, mask=candidate != 0)
+        count = 0
+        for j0 in range(0, local_begin, TILE):
+            score = _competing(at_j, edge_at_j, j, j0, seen, R, EDGED)
+            candidate = (score >= least).to(tl.int32)
+            of_lane = tl.sum(candidate, 1)
+            spare = (tl.cumsum(of_lane, 0) - of_lane)[:, None] + tl.cumsum(candidate, 1) - candidate
+            spare += count
+            tl.store(SPARE + spare, j0 + j, mask=(candidate != 0) & (spare < NC))
+            count += tl.sum(of_lane, 0)
+        if num_forced + count > NC:
+            tl.debug_barrier()  # what was stored above is stored anew
+            before, before_j = float("inf"), -1
+            for n in range(need):
+                highest, hit = -1.0, 2147483647
+                for j0 in range(0, local_begin, TILE):
+                    score = _competing(at_j, edge_at_j, j, j0, seen, R, EDGED)
+                    left = (score < before) | ((score == before) & (j0 + j > before_j))
+                    score = tl.where(left, score, -1.0)
+                    top = tl.max(tl.max(score, 1), 0)
+                    at_top = tl.min(tl.min(tl.where(score == top, j0 + j, 2147483647), 1), 0)
+                    hit = tl.where(top > highest, at_top, hit)
+                    highest = tl.maximum(highest, top)
+                tl.store(SPARE + n, hit)
+                before, before_j = highest, hit
+            count = need
     tl.debug_barrier()
     count += num_forced
     found = (i >= num_forced) & (i < count)
@@ -321,6 +365,7 @@ def choose(
     num_warps: int = 1,
     candidates: int = CANDIDATES,
     choice_registers: int = CHOICE_REGISTERS,
+    most_held: int = MOST_HELD,
 ) -> Tensor:
     """q [B, T, Q, D], k_cmp [B, C, G, D], lse to base 2 [B, T, Q] -> blocks int32 [B, T, G, N]."""
     q, k = rows(q), rows(k_cmp)
@@ -341,6 +386,8 @@ def choose(
         BM, BC = config.pop("BM"), max(config.pop("BC"), R)
         (queries,), copy = described(BM, q, work=q.numel())
     most = max(BM, score_bytes // (J * G * 4) // BM * BM)
+    if t is not None:
+        most = max(most, t.programs // G * BM)
     score = q.new_empty(1 + (W > 1), min(B * T, most), G, J, dtype=torch.float32)
     BJ, candidates = padded(J, 1), max(candidates, padded(num_selected, 1))
     spare = q.new_empty(score.shape[1] * G, candidates, dtype=torch.int32)
@@ -403,6 +450,8 @@ def choose(
                 **config,
             )
         reach = BJ if Q0 is not None else min(BJ, padded(-(-(q0 + t0 + n) // sel_block), 1))
+        reach = max(reach, candidates)
+        tile = reach if reach <= most_held else max(candidates, most_held // 4)
         launch(
             nsa_choose,
             (batches * n * G,),
@@ -423,7 +472,8 @@ def choose(
             num_selected,
             padded(num_selected, 1),
             R,
-            max(reach, candidates),
+            tile,
+            tile == reach,
             candidates,
             *flags,
             W > 1,
@@ -450,7 +500,7 @@ def passing_takes(q: Tensor, k: Tensor, t: PassingTiles) -> bool:
 
 def _passing_tiles(q: Tensor, k: Tensor) -> PassingTiles | None:
     t = PASSING[min(3, width_class(q, q.shape[3]) + (q.dtype == torch.float32))]
-    many = q.shape[0] * q.shape[1] * k.shape[2] >= PASSING_MIN_ROWS
+    many = of_all(q.shape[0] * q.shape[1] * k.shape[2]) >= PASSING_MIN_ROWS
     if t is None or not many or is_off("roles") or not passing_takes(q, k, t):
         return None
     sm = sm_of(q.device)
