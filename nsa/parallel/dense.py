@@ -14,7 +14,7 @@ from torch import Tensor
 from nsa import dispatch
 from nsa.dense import DenseAttention
 from nsa.functional import capability_of
-from nsa.parallel.gather import Gathering
+from nsa.parallel.gather import Gathering, OwnItems
 from nsa.parallel.layout import ShardedLayout, check_served
 from nsa.parallel.zigzag import Zigzag
 from nsa.rope import rotate
@@ -45,7 +45,7 @@ class ShardedDense(DenseAttention):
         if self.config.qk_norm:
             k = self.k_norm(k)
         k = rotate(k, layout.turns, kind=self.config.rope)
-        keys = Gathering([(x, layout.keys()) for x in (k, v)], self.group)
+        keys = Gathering(OwnItems(k, v), [layout.keys()] * 2, self.group)
         q = self.q_proj(x_BTM).unflatten(-1, (-1, model.head_dim))
         if self.config.qk_norm:
             q = self.q_norm(q)

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import reduce
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -59,21 +61,57 @@ class WantedItems:
         every[:, :P] = pairs[:, :, 0].transpose(0, 1)
         every[:, P:] = pairs[:, :, 1].flip(0).transpose(0, 1)
 
-    def by_rank(self, room: Tensor, ranks: int) -> Tensor:
-        """The way back: [P, B, 2 n, ...]."""
-        if self.rows is None:
-            return by_rank(room, ranks)
-        at = self.rows.at
-        return room[0].index_select(0, at.flatten()).unflatten(0, (ranks, 1, at.shape[1]))
+    def add_up(self, parts: Sequence[Tensor], room: Tensor) -> None:
+        """Gradients [B, R, ...] of the ranges, in the order of these, into ``room``; each item is
+        rounded once.
+        """
+        edges = sorted({0, room.shape[1], *(edge for one in self.ranges for edge in one)})
+        for begin, end in pairwise(edges):
+            into, found = room[:, begin:end], []
+            for part, (first, last) in zip(parts, self.ranges, strict=True):
+                if first <= begin and end <= last:
+                    found.append(part[:, begin - first : end - first])
+            if not found:
+                into.zero_()
+            elif len(found) == 1:
+                into.copy_(found[0])
+            else:  # two chunks have two ranges, and a sum of two is rounded once
+                torch.add(*found, out=into)
+
+    def give_back(self, room: Tensor, into: Tensor) -> None:
+        """The way back of `lay_out`, ``into`` [P, B, 2 n, ...]."""
+        P, _, items, *_ = into.shape
+        if self.rows is not None:
+            found = room[0].index_select(0, self.rows.at.flatten())
+            into.copy_(found.unflatten(0, (P, 1, items)))
+            return
+        pairs = into.unflatten(2, (2, items // 2))
+        every = room.unflatten(1, (2 * P, items // 2))
+        pairs[:, :, 0] = every[:, :P].transpose(0, 1)
+        pairs[:, :, 1] = every[:, P:].flip(1).transpose(0, 1)
+
+
+Kind = tuple[torch.Size, torch.dtype, WantedItems]
+
+
+class OwnItems:
+    """Tensors of this rank's chunks that one `Gathering` will send: in backward, what the ranks
+    give back is awaited where this was made. Made early, the wait is late.
+    """
+
+    def __init__(self, *own: Tensor) -> None:
+        self.under_way: list[Any] = []
+        awaited: Any = _Awaited.apply
+        self.tensors: tuple[Tensor, ...] = awaited(self.under_way, *own)
 
 
 class Gathering:
     """One all-gather of several tensors, which begins here. Every rank of ``group`` must make it,
     with tensors of the same shapes in the same order; what each wants of them may differ.
 
-    ``shards``: (own [B, 2 n, ...], of this rank's chunks r and 2P - 1 - r (`nsa.parallel.zigzag`),
-    what it wants). ``promised``: of each shard a tensor [B, R, ...] a range, part of autograd's
-    graph at once, whose contents are there after `wait`.
+    ``own`` [B, 2 n, ...] are of this rank's chunks r and 2P - 1 - r (`nsa.parallel.zigzag`), and of
+    this gathering alone. ``promised``: of each what is ``wanted`` of it, a tensor [B, R, ...] a
+    range, part of autograd's graph at once, whose contents are there after `wait`.
 
     The gradient of own is that of the sum over all ranks of what they make of it: contributions are
     rounded to own's dtype once a rank, and added up in rank order, in fp32 or wider, so that two
@@ -82,32 +120,32 @@ class Gathering:
     """
 
     def __init__(
-        self, shards: Sequence[tuple[Tensor, WantedItems]], group: dist.ProcessGroup
+        self, own: OwnItems, wanted: Sequence[WantedItems], group: dist.ProcessGroup
     ) -> None:
-        P = dist.get_world_size(group)
-        sent = torch.cat([own.detach().flatten() for own, _ in shards])
+        P, tensors = dist.get_world_size(group), own.tensors
+        sent = torch.cat([x.detach().flatten() for x in tensors])
         received = sent.new_empty(P, sent.numel())
         work: Any = None
         if sent.numel():  # else nobody has any
             work = _gather_into(received.flatten(), sent, group=group, async_op=True)
-        rooms = [wanted.room(own, own.shape, P) for own, wanted in shards]
+        rooms = [one.room(x, x.shape, P) for x, one in zip(tensors, wanted, strict=True)]
+        kinds = tuple((x.shape, x.dtype, one) for x, one in zip(tensors, wanted, strict=True))
         # no version of what autograd has seen: it has not read the contents that arrive later
-        self._under_way: Any = (work, sent, received, list(shards), [room.data for room in rooms])
-        kinds = tuple((own.shape, own.dtype, wanted) for own, wanted in shards)
+        self._under_way: Any = (work, sent, received, kinds, [room.data for room in rooms])
         apply: Any = _Gather.apply
-        found = list(apply(kinds, group, rooms, *(own for own, _ in shards)))
-        self.promised = [tuple(found.pop(0) for _ in wanted.ranges) for _, wanted in shards]
+        found = list(apply(kinds, group, own.under_way, rooms, *tensors))
+        self.promised = [tuple(found.pop(0) for _ in one.ranges) for one in wanted]
 
     def wait(self) -> list[tuple[Tensor, ...]]:
         """`promised`, filled."""
         if self._under_way is not None:
-            work, _, received, shards, rooms = self._under_way
+            work, _, received, kinds, rooms = self._under_way
             self._under_way = None
             if work is not None:
                 work.wait()
-            parts = received.split([own.numel() for own, _ in shards], 1)
-            for (own, wanted), part, room in zip(shards, parts, rooms, strict=True):
-                wanted.lay_out(part.to(own.dtype).reshape(len(part), *own.shape), room)
+            parts = received.split([shape.numel() for shape, _, _ in kinds], 1)
+            for (shape, dtype, wanted), part, room in zip(kinds, parts, rooms, strict=True):
+                wanted.lay_out(part.to(dtype).reshape(len(part), *shape), room)
         return self.promised
 
 
@@ -115,19 +153,22 @@ def gather(own: Tensor, ranges: Sequence[Range], group: dist.ProcessGroup) -> tu
     """The items ``ranges`` of all chunks in order, of one tensor: [B, R, ...] each, as `Gathering`
     has them.
     """
-    return Gathering([(own, WantedItems(tuple(ranges)))], group).wait()[0]
+    return Gathering(OwnItems(own), [WantedItems(tuple(ranges))], group).wait()[0]
 
 
 class _Gather(torch.autograd.Function):
+    """Backward sends what `_Awaited` then waits for, in the list that both have."""
+
     @staticmethod
     def forward(
         ctx: Any,
-        kinds: tuple[tuple[torch.Size, torch.dtype, WantedItems], ...],
+        kinds: tuple[Kind, ...],
         group: dist.ProcessGroup,
+        under_way: list[Any],
         rooms: list[Tensor],
         *own: Tensor,
     ) -> tuple[Tensor, ...]:
-        ctx.kinds, ctx.group = kinds, group
+        ctx.kinds, ctx.group, ctx.under_way = kinds, group, under_way
         return tuple(
             room[:, begin:end]
             for room, (_, _, wanted) in zip(rooms, kinds, strict=True)
@@ -137,24 +178,43 @@ class _Gather(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Any:
         P, left = dist.get_world_size(ctx.group), list(gradients)
-        parts = []
-        for shape, dtype, wanted in ctx.kinds:
-            wide = torch.promote_types(dtype, torch.float32)
-            total = wanted.room(gradients[0].new_empty(0, dtype=wide), shape, P).zero_()
-            for begin, end in wanted.ranges:
-                total[:, begin:end] += left.pop(0)
-            parts.append(wanted.by_rank(total, P).to(dtype).flatten(1))
-        sent = torch.cat(parts, 1)
+        sizes = [shape.numel() for shape, _, _ in ctx.kinds]
+        common = reduce(torch.promote_types, (dtype for _, dtype, _ in ctx.kinds))
+        sent = gradients[0].new_empty(P, sum(sizes), dtype=common)
+        for (shape, _, wanted), part in zip(ctx.kinds, sent.split(sizes, 1), strict=True):
+            parts = [left.pop(0) for _ in wanted.ranges]
+            room = wanted.room(parts[0], shape, P)
+            wanted.add_up(parts, room)
+            wanted.give_back(room, part.view(P, *shape))
         received = torch.empty_like(sent)
+        work: Any = None
         if sent.numel():
-            dist.all_to_all_single(received.flatten(), sent.flatten(), group=ctx.group)
-        sums = [
-            ordered_sum(x.to(dtype), torch.promote_types(dtype, torch.float32)).view(shape)
-            for x, (shape, dtype, _) in zip(
-                received.split([x.shape[1] for x in parts], 1), ctx.kinds, strict=True
-            )
-        ]
-        return None, None, None, *sums
+            flat = received.flatten(), sent.flatten()
+            work = dist.all_to_all_single(*flat, group=ctx.group, async_op=True)
+        ctx.under_way.append((work, sent, received.split(sizes, 1)))
+        nothing = [sent.new_zeros((), dtype=dtype).expand(shape) for shape, dtype, _ in ctx.kinds]
+        return None, None, None, None, *nothing
+
+
+class _Awaited(torch.autograd.Function):
+    """Own tensors as they are; their gradient is the ordered sum of what the ranks sent."""
+
+    @staticmethod
+    def forward(ctx: Any, under_way: list[Any], *own: Tensor) -> tuple[Tensor, ...]:
+        ctx.under_way, ctx.kinds = under_way, [(x.shape, x.dtype) for x in own]
+        return tuple(x.view_as(x) for x in own)
+
+    @staticmethod
+    def backward(ctx: Any, *nothing: Tensor) -> Any:
+        if not ctx.under_way:  # nothing that was gathered has a gradient
+            return None, *(None for _ in ctx.kinds)
+        work, _, received = ctx.under_way.pop()
+        if work is not None:
+            work.wait()
+        return None, *(
+            ordered_sum(part.to(dtype), torch.promote_types(dtype, torch.float32)).view(shape)
+            for part, (shape, dtype) in zip(received, ctx.kinds, strict=True)
+        )
 
 
 def by_rank(every: Tensor, P: int) -> Tensor:
@@ -166,6 +226,8 @@ def by_rank(every: Tensor, P: int) -> Tensor:
 
 def ordered_sum(parts: Tensor, wide: torch.dtype) -> Tensor:
     """The sum of ``parts`` [P, ...] from rank 0 on, added up in ``wide``, in parts' dtype."""
+    if len(parts) == 2:  # one rounding either way
+        return parts[0] + parts[1]
     total = parts[0].to(wide)
     for part in parts[1:]:
         total = total + part

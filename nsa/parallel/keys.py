@@ -16,7 +16,7 @@ from nsa.config import NSAConfig
 from nsa.decode import KV, View
 from nsa.documents import Documents
 from nsa.ops.positions import to_device
-from nsa.parallel.gather import Gathering, WantedItems
+from nsa.parallel.gather import Gathering, OwnItems, WantedItems
 from nsa.parallel.halo import tokens_before, tokens_behind, with_before, with_behind
 from nsa.parallel.layout import Chunk, ShardedLayout
 from nsa.parallel.zigzag import Zigzag
@@ -62,12 +62,14 @@ class ShardedKeys:
         self._cmp, self._sel, self._win = kv_cmp, kv_sel, kv_win
         self._config, self._group, self._layout = config, group, layout
         self._compresses = config.branches != ("win",)  # compressed keys serve the selection, too
+        # what the ranks give back of these is by far the most, and awaited last
+        self._own_sel = OwnItems(*kv_sel) if "sel" in config.branches else None
         halos: list[tuple[Tensor, WantedItems]] = []
         if self._compresses:
             halos += [tokens_behind(x, layout.behind, place) for x in kv_cmp]
         if "win" in config.branches:
             halos += [tokens_before(x, config.window - 1, place) for x in kv_win]
-        self._halos = Gathering(halos, group)
+        self._halos = _gathering(halos, group)
         self._blocks: Gathering | None = None
         self._tokens: Gathering | None = None
 
@@ -84,10 +86,9 @@ class ShardedKeys:
             ranges = tuple((0, grid.num_cmp(chunk.rows[1])) for chunk in chunks)
             wanted = WantedItems(ranges, self._layout.block_rows)
             own = [torch.cat(blocks, 1) for blocks in zip(*made, strict=True)]
-            self._blocks = Gathering([(x, wanted) for x in own], self._group)
-        if "sel" in self._config.branches:
-            wanted = self._layout.keys()
-            self._tokens = Gathering([(x, wanted) for x in self._sel], self._group)
+            self._blocks = _gathering([(x, wanted) for x in own], self._group)
+        if self._own_sel is not None:
+            self._tokens = Gathering(self._own_sel, [self._layout.keys()] * 2, self._group)
 
     def views(self) -> list[View]:
         """A View of each chunk, whose ``sel`` is there after `wait`; of a branch that is off, the
@@ -137,3 +138,8 @@ class ShardedKeys:
             pad(x, (0, 0, 0, 0, 0, room - x.shape[1]))
             for x in compress(k, v, first_block, documents, route=route)
         ]
+
+
+def _gathering(shards: list[tuple[Tensor, WantedItems]], group: dist.ProcessGroup) -> Gathering:
+    own, wanted = [own for own, _ in shards], [wanted for _, wanted in shards]
+    return Gathering(OwnItems(*own), wanted, group)

@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from nsa import NSAAttention, dispatch
 from nsa.ops import joint_backward
 from nsa.ops.decode import kernels as decode
-from nsa.parallel import ContextParallel
+from nsa.parallel import ContextParallel, gather
 from nsa.parallel.gather import WantedItems
 from tests.cases import SMALL, assert_parity, randn
 
@@ -102,3 +102,29 @@ def test_a_chunk_is_served_by_the_kernel_of_the_whole(
         layer(x)
         cp.wrap(layer)(cp.shard(x))
     assert few == []
+
+
+def test_gradients_of_the_selected_keys_travel_while_others_are_computed(
+    cp: ContextParallel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They are sent first and awaited last."""
+    events: list[tuple[str, int]] = []
+    send, add = dist.all_to_all_single, gather.ordered_sum
+
+    def sent(received: Tensor, own: Tensor, **options: Any) -> Any:
+        events.append(("sent", own.numel()))
+        return send(received, own, **options)
+
+    def added(parts: Tensor, wide: torch.dtype) -> Tensor:
+        events.append(("added", parts[0].numel()))
+        return add(parts, wide)
+
+    monkeypatch.setattr(dist, "all_to_all_single", sent)
+    monkeypatch.setattr(gather, "ordered_sum", added)
+    layer = cp.wrap(NSAAttention(16, 3, 1, 8, 12, config=SMALL, path="triton"))
+    x = randn(1, 64, 16, seed=1).requires_grad_()
+    layer(cp.shard(x)).sum().backward()
+    k, v = 64 * 8, 64 * 12
+    assert events[0] == ("sent", k + v)
+    assert events[-2:] == [("added", k), ("added", v)]
+    assert [what for what, _ in events].count("sent") == 3

@@ -7,7 +7,6 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 from types import SimpleNamespace
-
 from typing import Any
 
 import pytest
@@ -69,7 +68,9 @@ def test_choice_of_the_first_queries() -> None:
     assert_blocks(got, *oracle.select(q, k_cmp, config=CONFIG, q_start=0, scale=SCALE))
 
 
-@pytest.mark.parametrize(("programs", "rows"), [(1, [64, 64, 64, 8]), (4, [128, 72]), (7, [192, 8])])
+@pytest.mark.parametrize(
+    ("programs", "rows"), [(1, [64, 64, 64, 8]), (4, [128, 72]), (7, [192, 8])]
+)
 def test_a_chunk_of_scores_fills_the_gpu(
     programs: int, rows: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
