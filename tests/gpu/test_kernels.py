@@ -12,8 +12,7 @@ from torch import Tensor
 
 from nsa import compress
 from nsa.ops import gated_sum, interval, means
-from nsa.ops.interval import backward_kv_kernels, roles
-from nsa.ops.interval.tile_sizes import BackwardRoleSizes
+from nsa.ops.interval import backward_kv_kernels, roles, tile_sizes
 from nsa.ops.kernels import common
 from nsa.ops.selected import triton as operator
 from nsa.ops.selected.triton import kernels as selected
@@ -194,8 +193,8 @@ def test_selected_branch_with_warp_roles(
 
 
 KEYS_ROLES = {  # of gradients of keys, by width
-    64: BackwardRoleSizes(64, 4, 2, True, True, 168, 240),
-    128: BackwardRoleSizes(64, 3, 2, False, False, 168, 240),
+    64: tile_sizes.BACKWARD_KV_ROLES[0][0],
+    128: tile_sizes.BackwardRoleSizes(64, 3, 168, 240),
 }
 
 

@@ -12,7 +12,7 @@ import torch
 
 import nsa.ops.interval
 from nsa.ops.interval import backward_kv_kernels, forward_kernels, parts, roles
-from nsa.ops.interval.tile_sizes import BackwardRoleSizes, RoleSizes
+from nsa.ops.interval.tile_sizes import BACKWARD_KV_ROLES, BackwardRoleSizes, RoleSizes
 from tests.cases import randn
 from tests.nsa import warp_roles_machine as machine
 from tests.nsa.kernel_cases import poisoned_memory  # noqa: F401
@@ -52,18 +52,18 @@ def test_forward_with_warp_roles(
 @pytest.mark.parametrize(
     ("geometry", "sizes", "start", "plan"),
     [
-        (COMPRESSED, (64, 2, 2, False, False), 0, (1, 512)),
-        (COMPRESSED, (64, 2, 3, True, False), 700, (1, 128)),
-        (COMPRESSED, (128, 3, 2, True, True), 0, (2, 256)),
-        ({"block": 1, "stride": 1, "width": 90}, (64, 2, 2, True, True), 0, (2, 512)),
-        ({"block": 1, "stride": 1, "width": 40}, (64, 3, 2, False, True), 200, (1, 512)),
-        ({"block": 131, "stride": 1, "width": 70}, (64, 2, 3, False, False), 300, (2, 512)),
+        (COMPRESSED, (128, 2), 0, (1, 512)),
+        (COMPRESSED, (64, 2), 700, (1, 128)),
+        (COMPRESSED, (128, 3), 0, (2, 256)),
+        ({"block": 1, "stride": 1, "width": 90}, (64, 2), 0, (2, 512)),
+        ({"block": 1, "stride": 1, "width": 40}, (64, 3), 200, (1, 512)),
+        ({"block": 131, "stride": 1, "width": 70}, (64, 2), 300, (2, 512)),
     ],
-    ids=["compressed", "three groups, late", "ranges", "window", "late window", "cut window"],
+    ids=["compressed", "late", "ranges", "window", "late window", "cut window"],
 )
 def test_gradients_of_keys_with_warp_roles(
     geometry: dict[str, int | None],
-    sizes: tuple[int, int, int, bool, bool],
+    sizes: tuple[int, int],
     start: int,
     plan: tuple[int, int],
     monkeypatch: pytest.MonkeyPatch,
@@ -118,22 +118,27 @@ def test_gradients_of_keys_with_warp_roles(
 
 
 def test_a_table_names_who_serves_gradients_of_keys(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Sizes of a table serve Hopper alone, rows of its width, and calls of many rows."""
-    sizes = BackwardRoleSizes(64, 4, 2, True, True, 168, 240)
-    q, do, k = (torch.empty(1, 4096, n, 64, dtype=torch.float16) for n in (4, 4, 2))
+    """Sizes of a table serve Hopper alone, rows of its width, and calls of many rows: the
+    compressed branch at width 64.
+    """
+    sizes = BACKWARD_KV_ROLES[0][0]
+    assert sizes is not None
 
-    def served(rows: int = 4096, width: int | None = None, dtype: torch.dtype = q.dtype) -> bool:
-        given = (do[:, :rows].to(dtype), q[:, :rows].to(dtype), k.to(dtype), k.to(dtype))
+    def served(
+        rows: int = 4096,
+        width: int | None = None,
+        dtype: torch.dtype = torch.float16,
+        dim: int = 64,
+    ) -> bool:
+        given = (torch.empty(1, rows, heads, dim, dtype=dtype) for heads in (4, 4, 2, 2))
         found = roles.backward_kv_sizes(*given, width, work=1 << 30)
         assert found in (None, sizes)
         return found is not None
 
     monkeypatch.setattr(roles, "described", lambda rows, *_, work: ([], rows == sizes.BM))
     monkeypatch.setattr(roles, "sm_of", lambda device: (9, 0))
-    assert not served(), "the tables are empty until a GPU has measured the kernel"
-    monkeypatch.setattr(roles, "BACKWARD_KV_ROLES", ((sizes, None), *[(None, None)] * 3))
-    assert served() and not served(width=512)
-    assert not served(rows=4095) and not served(dtype=torch.float32)
+    assert served() and not served(width=512), "a GPU has measured the compressed branch alone"
+    assert not served(dim=128) and not served(rows=4095) and not served(dtype=torch.float32)
     monkeypatch.setattr(roles, "is_off", lambda step: step == "roles")
     assert not served()
     monkeypatch.setattr(roles, "is_off", lambda step: False)

@@ -139,7 +139,7 @@ def backward_kv(
 
     (B, T, HQ, D), (C, G) = q.shape, k.shape[1:3]
     q0, block, stride, width = where
-    H, BC = HQ // G, 64 * t.groups
+    H, BC = HQ // G, 128  # 64 keys for each of two groups
     heads, per_split, splits = parts.plan(q, k, t.BM, BC, banded=width is not None, alone=True)
     dk, dv = parts.room(k, v, splits * (H // heads))
     launch(
@@ -167,9 +167,6 @@ def backward_kv(
         D,
         t.BM,
         t.stages,
-        t.groups,
-        t.ahead,
-        t.kept,
         width is not None,
         t.differentiate,
         t.fetch,

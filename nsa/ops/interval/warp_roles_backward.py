@@ -1,5 +1,5 @@
 """dK and dV of an interval of keys on Hopper, with a role for each warp group: a warp fetches tiles
-of queries and of dO, and each group differentiates 64 keys of its own with them.
+of queries and of dO, and two groups differentiate 64 keys each with them.
 
 Letters as in `nsa.ops.interval.tile_loads`; `nsa_interval_backward_kv` computes the same parts on
 any card. Written in Gluon, which names the layouts, the barriers and the warps of each role.
@@ -40,18 +40,17 @@ def _tiles_of_program(
     C,
     where,
     width,
-    KEYS: gl.constexpr,
     BM: gl.constexpr,
     BANDED: gl.constexpr,
 ):
-    """(the first query, the number of tiles) of one range of queries that keys c0 .. c0 + KEYS - 1
-    are seen by.
+    """(the first query, the number of tiles) of one range of queries that keys c0 .. c0 + 127 are
+    seen by.
     """
     first = gl.maximum(_sees(c0, where), 0)
     begin = gl.maximum(first // BM * BM, split * per_split)
     stop = gl.minimum(T, (split + 1) * per_split)
     if BANDED:  # the last key is seen by no query from here on
-        stop = gl.minimum(stop, _sees(gl.minimum(c0 + KEYS, C) - 1 + width, where))
+        stop = gl.minimum(stop, _sees(gl.minimum(c0 + 128, C) - 1 + width, where))
     return begin, (gl.maximum(stop - begin, 0) + BM - 1) // BM
 
 
@@ -95,16 +94,15 @@ def _fetch(
     TO,
     HQ: gl.constexpr,
     HP: gl.constexpr,
-    GROUPS: gl.constexpr,
 ):
-    """K and V of all groups, then tile by tile of Q and dO, with lse and delta of its rows."""
+    """K and V of both groups, then tile by tile of Q and dO, with lse and delta of its rows."""
     q_bufs, do_bufs, k_bufs, v_bufs, lse_bufs, delta_bufs, kv_full, full, empty = held
     STAGES: gl.constexpr = q_bufs.type.shape[0]
     BM: gl.constexpr = q_bufs.type.shape[2]
     lay: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
     j = gl.arange(0, BM, layout=lay)
-    mbarrier.expect(kv_full.index(0), GROUPS * (K.block_type.nbytes + V.block_type.nbytes))
-    for i in gl.static_range(GROUPS):
+    mbarrier.expect(kv_full.index(0), 2 * (K.block_type.nbytes + V.block_type.nbytes))
+    for i in gl.static_range(2):
         at = c0 + 64 * i
         tma.async_copy_global_to_shared(K, [b, at, g, 0], kv_full.index(0), k_bufs.index(i))
         tma.async_copy_global_to_shared(V, [b, at, g, 0], kv_full.index(0), v_bufs.index(i))
@@ -156,8 +154,6 @@ def _differentiate(
     G: gl.constexpr,
     HP: gl.constexpr,
     BANDED: gl.constexpr,
-    AHEAD: gl.constexpr,
-    KEPT: gl.constexpr,
 ):
     """dK and dV of keys c0 + 64 WHICH .. + 63. Keys are rows, so that weights and their gradients
     go from registers into the next product.
@@ -181,32 +177,18 @@ def _differentiate(
     k = k_bufs.index(WHICH).reshape([64, D])
     v = v_bufs.index(WHICH).reshape([64, D])
     mbarrier.wait(kv_full.index(0), 0)
-    if KEPT:
-        # of the shared memory's 128 bytes a clock, products of 64 rows by 64 take all otherwise
-        k = k.load(gl.DotOperandLayout(0, s_lay, 2))
-        v = v.load(gl.DotOperandLayout(0, s_lay, 2))
     turn = 0
     for _ in range(HP):
         _pass(full, empty, turn, a)
         turn += a
-        s = zero
-        if AHEAD:
-            stage = turn % STAGES
-            if a < z:
-                mbarrier.wait(full.index(stage), (turn // STAGES) & 1)
-                q = q_bufs.index(stage).reshape([BM, D])
-                s = warpgroup_mma(k, q.permute((1, 0)), zero, use_acc=False)
         for tile in range(a, z):
             stage = turn % STAGES
             q = q_bufs.index(stage).reshape([BM, D])
             do = do_bufs.index(stage).reshape([BM, D])
-            if AHEAD:
-                dp = warpgroup_mma(v, do.permute((1, 0)), zero, use_acc=False, is_async=True)
-            else:
-                mbarrier.wait(full.index(stage), (turn // STAGES) & 1)
-                s = warpgroup_mma(k, q.permute((1, 0)), zero, use_acc=False, is_async=True)
-                dp = warpgroup_mma(v, do.permute((1, 0)), zero, use_acc=False, is_async=True)
-                s = warpgroup_mma_wait(1, deps=[s])
+            mbarrier.wait(full.index(stage), (turn // STAGES) & 1)
+            s = warpgroup_mma(k, q.permute((1, 0)), zero, use_acc=False, is_async=True)
+            dp = warpgroup_mma(v, do.permute((1, 0)), zero, use_acc=False, is_async=True)
+            s = warpgroup_mma_wait(1, deps=[s])
             lse = lse_bufs.index(stage).load(t_lay)
             p = gl.exp2(s * scale_log2 - lse[None, :])
             t0 = begin + tile * BM
@@ -216,23 +198,12 @@ def _differentiate(
                     seen = seen & (t0 + t[None, :] < sees[:, None] + width * where[2])
                 p = gl.where(seen, p, 0.0)
             dv = warpgroup_mma(gl.convert_layout(p.to(dtype), p_lay), do, dv, is_async=True)
-            if AHEAD:
-                # of the last tile, its own once more: what comes next may be of another head
-                after = gl.minimum(turn + 1, turn + z - 1 - tile)
-                mbarrier.wait(full.index(after % STAGES), (after // STAGES) & 1)
-                q_after = q_bufs.index(after % STAGES).reshape([BM, D])
-                s = warpgroup_mma(k, q_after.permute((1, 0)), zero, use_acc=False, is_async=True)
-                dp = warpgroup_mma_wait(2, deps=[dp])
-            else:
-                dp = warpgroup_mma_wait(1, deps=[dp])
+            dp = warpgroup_mma_wait(1, deps=[dp])
             delta = delta_bufs.index(stage).load(t_lay)
             ds = gl.convert_layout((p * (dp - delta[None, :])).to(dtype), p_lay)
             dk = warpgroup_mma(ds, q, dk, is_async=True)
             # Products that go on into the next turn would be serialised: ptxas says C7512.
-            if AHEAD:
-                s, dk, dv = warpgroup_mma_wait(0, deps=[s, dk, dv])
-            else:
-                dk, dv = warpgroup_mma_wait(0, deps=[dk, dv])
+            dk, dv = warpgroup_mma_wait(0, deps=[dk, dv])
             mbarrier.arrive(empty.index(stage), count=1)
             turn += 1
         _pass(full, empty, turn, num_tiles - z)
@@ -271,14 +242,11 @@ def nsa_interval_backward_kv_roles(
     D: gl.constexpr,
     BM: gl.constexpr,
     STAGES: gl.constexpr,
-    GROUPS: gl.constexpr,
-    AHEAD: gl.constexpr,
-    KEPT: gl.constexpr,
     BANDED: gl.constexpr,
     REGISTERS: gl.constexpr,
     FETCH_REGISTERS: gl.constexpr,
 ):
-    """64 GROUPS keys, HP query heads and one range of queries a program; its grid and the parts
+    """128 keys, HP query heads and one range of queries a program; its grid and the parts
     that it stores are `nsa_interval_backward_kv`'s.
     """
     dtype: gl.constexpr = Q.dtype
@@ -292,16 +260,14 @@ def nsa_interval_backward_kv_roles(
     split = gl.program_id(1) % num_splits
     b = gl.program_id(1) // num_splits
     batches = gl.num_programs(1) // num_splits
-    c0 = (gl.program_id(2) * folds + gl.program_id(0) // per_tile) * (64 * GROUPS)
+    c0 = (gl.program_id(2) * folds + gl.program_id(0) // per_tile) * 128
     where = (q0, block, stride)
-    begin, num_tiles = _tiles_of_program(
-        c0, split, per_split, T, C, where, width, 64 * GROUPS, BM, BANDED
-    )
+    begin, num_tiles = _tiles_of_program(c0, split, per_split, T, C, where, width, BM, BANDED)
     slot = ((split * (H // HP) + part) * batches + b).to(gl.int64)
     q_bufs = gl.allocate_shared_memory(dtype, [STAGES, 1, BM, 1, D], Q.layout)
     do_bufs = gl.allocate_shared_memory(dtype, [STAGES, 1, BM, 1, D], DO.layout)
-    k_bufs = gl.allocate_shared_memory(dtype, [GROUPS, 1, 64, 1, D], K.layout)
-    v_bufs = gl.allocate_shared_memory(dtype, [GROUPS, 1, 64, 1, D], V.layout)
+    k_bufs = gl.allocate_shared_memory(dtype, [2, 1, 64, 1, D], K.layout)
+    v_bufs = gl.allocate_shared_memory(dtype, [2, 1, 64, 1, D], V.layout)
     lse_bufs = gl.allocate_shared_memory(gl.float32, [STAGES, BM], row_lay)
     delta_bufs = gl.allocate_shared_memory(gl.float32, [STAGES, BM], row_lay)
     kv_full = gl.allocate_shared_memory(gl.int64, [1, 1], mbarrier.MBarrierLayout())
@@ -310,34 +276,17 @@ def nsa_interval_backward_kv_roles(
     mbarrier.init(kv_full.index(0), count=1)
     for i in gl.static_range(STAGES):
         mbarrier.init(full.index(i), count=1 + 32)  # bytes expected, and threads that fetch rows
-        mbarrier.init(empty.index(i), count=GROUPS)
+        mbarrier.init(empty.index(i), count=2)  # groups
     held = (q_bufs, do_bufs, k_bufs, v_bufs, lse_bufs, delta_bufs, kv_full, full, empty)
-    if GROUPS == 2:
-        gl.warp_specialize(
-            [
-                (_differentiate, (DK, DV, held, begin, num_tiles, slot, g, c0, C, where, width,
-                    scale, scale_log2, 0, G, HP, BANDED, AHEAD, KEPT)),
-                (_differentiate, (DK, DV, held, begin, num_tiles, slot, g, c0, C, where, width,
-                    scale, scale_log2, 1, G, HP, BANDED, AHEAD, KEPT)),
-                (_fetch, (Q, DO, K, V, LSE, DELTA, held, begin, num_tiles, b, g, head, c0, T, TO,
-                    G * H, HP, GROUPS)),
-            ],
-            [4, 1],
-            [REGISTERS, FETCH_REGISTERS],
-        )  # fmt: skip
-    else:
-        gl.static_assert(GROUPS == 3)
-        gl.warp_specialize(
-            [
-                (_differentiate, (DK, DV, held, begin, num_tiles, slot, g, c0, C, where, width,
-                    scale, scale_log2, 0, G, HP, BANDED, AHEAD, KEPT)),
-                (_differentiate, (DK, DV, held, begin, num_tiles, slot, g, c0, C, where, width,
-                    scale, scale_log2, 1, G, HP, BANDED, AHEAD, KEPT)),
-                (_differentiate, (DK, DV, held, begin, num_tiles, slot, g, c0, C, where, width,
-                    scale, scale_log2, 2, G, HP, BANDED, AHEAD, KEPT)),
-                (_fetch, (Q, DO, K, V, LSE, DELTA, held, begin, num_tiles, b, g, head, c0, T, TO,
-                    G * H, HP, GROUPS)),
-            ],
-            [4, 4, 1],
-            [REGISTERS, REGISTERS, FETCH_REGISTERS],
-        )  # fmt: skip
+    gl.warp_specialize(
+        [
+            (_differentiate, (DK, DV, held, begin, num_tiles, slot, g, c0, C, where, width,
+                scale, scale_log2, 0, G, HP, BANDED)),
+            (_differentiate, (DK, DV, held, begin, num_tiles, slot, g, c0, C, where, width,
+                scale, scale_log2, 1, G, HP, BANDED)),
+            (_fetch, (Q, DO, K, V, LSE, DELTA, held, begin, num_tiles, b, g, head, c0, T, TO,
+                G * H, HP)),
+        ],
+        [4, 1],
+        [REGISTERS, FETCH_REGISTERS],
+    )  # fmt: skip

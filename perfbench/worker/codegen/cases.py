@@ -16,8 +16,8 @@ from nsa.ops.gated_sum import kernels as gated_sum
 from nsa.ops.interval import backward as interval_backward
 from nsa.ops.interval import backward_kv_kernels
 from nsa.ops.interval import forward_kernels as interval_forward
+from nsa.ops.interval.tile_sizes import BACKWARD_KV_ROLES, BackwardRoleSizes, RoleSizes
 from nsa.ops.interval.tile_sizes import FORWARD_ROLES as INTERVAL_ROLES
-from nsa.ops.interval.tile_sizes import BackwardRoleSizes, RoleSizes
 from nsa.ops.joint_backward import kernels as joint_backward
 from nsa.ops.kernels import common, products, tiles
 from nsa.ops.learned_phi import backward as phi_backward
@@ -49,10 +49,11 @@ COMPRESSED_ROLES = {
     64: (*filter(None, INTERVAL_ROLES[:1]), RoleSizes(64, 3, 2, 80, 112)),
     128: (*filter(None, INTERVAL_ROLES[1:2]),),
 }
-# dK and dV. The second stores and loads two registers where keys are masked.
+# dK and dV. The first is in use without a window, the second is not; both store and load a few
+# registers.
 COMPRESSED_ROLES_BACKWARD = {
-    64: BackwardRoleSizes(64, 4, 2, True, True, 168, 240),
-    128: BackwardRoleSizes(64, 3, 2, False, False, 168, 240),
+    64: BACKWARD_KV_ROLES[0][0],
+    128: BackwardRoleSizes(64, 3, 168, 240),
 }
 
 
