@@ -13,6 +13,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
+from nsa import NSAAttention
+from nsa.config import NSAConfig
 from nsa.parallel import ContextParallel
 from tests.cases import randn
 from tests.nsa.parallel.four_ranks import (
@@ -21,6 +23,8 @@ from tests.nsa.parallel.four_ranks import (
     LayerCase,
     Result,
     compared,
+    on_any_rank,
+    same_bits_of,
     sharded_layer,
     whole_layer,
 )
@@ -55,6 +59,20 @@ def in_bf16(cp: ContextParallel, path: str, device: str) -> dict[str, float]:
     return {name: got[name] - 2 * one[name] for name in got}
 
 
+def bits(cp: ContextParallel, path: str, device: str) -> dict[str, float]:
+    """1 of what equal q, k and v have not bit for bit alike on some rank, as `same_bits_of` names
+    it. Which kernel serves a call goes by its size, and a chunk is smaller than the whole.
+    """
+    tokens, heads = (1024, (4, 2)) if path == "masked" else (8192, (12, 2))
+    layer = NSAAttention(768, *heads, 64, config=NSAConfig(**PAPER), path=path)
+    sizes = (heads[0], heads[1], heads[1])
+    q, k, v = (randn(1, tokens, n, 64, seed=s).to(device) for s, n in enumerate(sizes))
+    q, k, v = (x.bfloat16() if path == "triton" else x for x in (q, k, v))
+    return on_any_rank(
+        {name: float(not alike) for name, alike in same_bits_of(cp, layer.to(q), q, k, v).items()}
+    )
+
+
 def main() -> None:
     on_cpu = len(sys.argv) > 2
     dist.init_process_group("gloo" if on_cpu else "nccl")
@@ -64,6 +82,7 @@ def main() -> None:
     cp = ContextParallel(init_device_mesh(kind, (dist.get_world_size(),)))
     found = {name: exact(cp, CASES[name], device) for name in FP64}
     found["bf16"] = in_bf16(cp, "masked" if on_cpu else "triton", device)
+    found["bits"] = bits(cp, "masked" if on_cpu else "triton", device)
     if dist.get_rank() == 0:
         Path(sys.argv[1]).write_text(json.dumps(found))
     dist.barrier()

@@ -5,6 +5,8 @@ indices; what torch.compile sees.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
@@ -14,6 +16,7 @@ from nsa import compress
 from nsa.ops import gated_sum, interval, means
 from nsa.ops.interval import backward_kv_kernels, roles, tile_sizes
 from nsa.ops.kernels import common
+from nsa.ops.scores import kernels as scores
 from nsa.ops.selected import triton as operator
 from nsa.ops.selected.triton import kernels as selected
 from tests import oracle
@@ -375,3 +378,23 @@ def test_the_operators_keep_what_their_schemas_promise(
     So few rows leave the lists unwritten, and two calls would find other things in them.
     """
     torch.library.opcheck(getattr(torch.ops.nsa, name).default, differentiable(name, DEVICE))
+
+
+def test_choice_of_rows_of_a_million_tokens() -> None:
+    """16,384 blocks a row, read by tiles, are chosen as where they are held; a chunk of few queries
+    chooses what a chunk that fills the GPU does.
+    """
+    where = {"block": 32, "stride": 16, "q_start": 1 << 20, "first": None, "scale": 0.125}
+    keys = (1 << 20) + 8192
+    q = randn(1, 8192, 12, 64, seed=1).to(DEVICE, torch.bfloat16)
+    k_cmp = randn(1, (keys - 32) // 16 + 1, 2, 64, seed=2).to(DEVICE, torch.bfloat16)
+    _, lse = interval.attend(q, k_cmp, k_cmp, width=None, **where)
+    slots = {"sel_block": 64, "num_selected": 16, "num_initial": 1, "num_local": 2, "kv_len": keys}
+
+    choose = partial(scores.choose, q, k_cmp, lse, **where, **slots)
+    got = choose()
+    assert (got[..., 0] == 0).all() and (got.diff(dim=-1) > 0).all()
+    assert torch.equal(choose(most_held=1 << 15), got)
+    passing = scores.PASSING[0]
+    if torch.cuda.get_device_capability()[0] == 9 and passing is not None:
+        assert torch.equal(choose(passing=replace(passing, programs=1)), got)

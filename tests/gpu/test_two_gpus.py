@@ -58,6 +58,10 @@ def test_context_parallelism_by_kernels_is_within_the_bound_of_bf16(
     assert max(context["bf16"].values()) <= BF16_BOUND, context["bf16"]
 
 
+def test_equal_q_and_k_choose_the_blocks_of_one_gpu(context: dict[str, Any]) -> None:
+    assert context["bits"] == {"compressed": 0, "blocks": 0}
+
+
 @pytest.mark.parametrize(
     ("parallel", "compiled", "captured"),
     [

@@ -180,12 +180,19 @@ def in_dtype(cp: ContextParallel, case: LayerCase, dtype: torch.dtype) -> dict[s
 
 
 def same_bits(cp: ContextParallel, phi: str, *cu_seqlens: int) -> dict[str, bool]:
-    """Of equal q, k and v in fp32: whether compressed K and V, and the blocks, are those of one
-    process, bit for bit, on this rank.
-    """
-    layer = LayerCase({"phi": phi}).layer()
+    """`same_bits_of` in fp32."""
     q, k, v = (randn(1, TOKENS, n, 8, seed=n) for n in (4, 2, 1))
-    v, gates = v.expand(-1, -1, 2, -1).contiguous(), torch.ones(1, TOKENS, 4, 3)
+    v = v.expand(-1, -1, 2, -1).contiguous()
+    return same_bits_of(cp, LayerCase({"phi": phi}).layer(), q, k, v, *cu_seqlens)
+
+
+def same_bits_of(
+    cp: ContextParallel, layer: NSAAttention, q: Tensor, k: Tensor, v: Tensor, *cu_seqlens: int
+) -> dict[str, bool]:
+    """Of equal q, k and v: whether compressed K and V, and the blocks, are those of one process,
+    bit for bit, on this rank.
+    """
+    gates = q.new_ones(*q.shape[:3], 3)
     packing = {"cu_seqlens": list(cu_seqlens)} if cu_seqlens else {}
     one = layer.layout(q, dtype=q.dtype, **packing)
     rows = [one.rows(x) for x in (q, gates, k, v)]
@@ -193,7 +200,7 @@ def same_bits(cp: ContextParallel, phi: str, *cu_seqlens: int) -> dict[str, bool
     route = layer._route(rows[0], rows[0].shape[1])
     cmp = layer._compress(*kv, documents=one.documents, route=route)
     view = View(cmp, kv, kv, 0, 0)
-    call = Call(route, layer.config, 8**-0.5, documents=one.documents)
+    call = Call(route, layer.config, q.shape[3] ** -0.5, documents=one.documents)
     cp.wrap(layer)
     assert isinstance(layer, ShardedAttention)
     layout = layer.layout(cp.shard(q), dtype=q.dtype, **packing)
@@ -206,7 +213,11 @@ def same_bits(cp: ContextParallel, phi: str, *cu_seqlens: int) -> dict[str, bool
         for part in zip(own, cp.shard(gates).chunk(2, 1), views, layout.chunks, strict=True):
             layer._attend(*part, route, keys)
     whole, *parts = (b for b in blocks if b is not None)
-    end = torch.arange(cmp[0].shape[1]) * layer.config.cmp_stride + layer.config.cmp_block - 1
+    end = (
+        torch.arange(cmp[0].shape[1], device=q.device) * layer.config.cmp_stride
+        + layer.config.cmp_block
+        - 1
+    )
     exists = torch.ones_like(end, dtype=torch.bool)
     if one.packing is not None:  # what holds room between documents differs, and nobody sees it
         exists = (
