@@ -29,7 +29,7 @@ from nsa.ops.kernels.common import (
 )
 from nsa.ops.kernels.launch import launch
 from nsa.ops.paged.pages import KV, LayerPages, Pages
-from nsa.ops.scores.kernels import CANDIDATES, nsa_choose, ranked
+from nsa.ops.scores.kernels import CANDIDATES, choice_tile, nsa_choose, ranked
 
 _BRANCH = {"BANDED": "_band"}  # as in nsa.ops.interval.tile_loads
 
@@ -645,7 +645,7 @@ def choose(
         num_selected,
         padded(num_selected, 1),
         R,
-        max(padded(J, 1), candidates),
+        *choice_tile(padded(J, 1), candidates),
         candidates,
         True,
         False,

@@ -450,8 +450,6 @@ def choose(
                 **config,
             )
         reach = BJ if Q0 is not None else min(BJ, padded(-(-(q0 + t0 + n) // sel_block), 1))
-        reach = max(reach, candidates)
-        tile = reach if reach <= most_held else max(candidates, most_held // 4)
         launch(
             nsa_choose,
             (batches * n * G,),
@@ -472,8 +470,7 @@ def choose(
             num_selected,
             padded(num_selected, 1),
             R,
-            tile,
-            tile == reach,
+            *choice_tile(reach, candidates, most_held),
             candidates,
             *flags,
             W > 1,
@@ -481,6 +478,13 @@ def choose(
             **({} if reach > CHOICE_REGISTERS_TO else {"maxnreg": choice_registers}),
         )
     return blocks
+
+
+def choice_tile(num_blocks: int, candidates: int, most_held: int = MOST_HELD) -> tuple[int, bool]:
+    """(TILE, HELD) of `nsa_choose` for rows of ``num_blocks``, a power of two."""
+    if num_blocks <= most_held:
+        return max(num_blocks, candidates), True
+    return max(candidates, most_held // 4), False
 
 
 def passing_takes(q: Tensor, k: Tensor, t: PassingTiles) -> bool:

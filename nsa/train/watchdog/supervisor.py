@@ -133,7 +133,8 @@ class _Watch:
 
     def _forward(self, received: list[int]) -> None:
         """Send on what this process received. A second request to end is SIGTERM, a third SIGKILL;
-        SIGTERM leaves the trainer ``grace_s``.
+        SIGTERM leaves the trainer ``grace_s``, after which its stacks are written and it is killed:
+        a launcher sends it where another rank has died, whom this one may wait for.
         """
         while received:
             number = received.pop(0)
@@ -147,6 +148,7 @@ class _Watch:
             self._say(f"{signal.Signals(number).name} received and passed on to the trainer")
         if signal.SIGTERM in self.signals and not self.child.wait(self.config.grace_s):
             self._say(f"the trainer outlives SIGTERM by {self.config.grace_s:g} s; it is killed")
+            self._write_stacks()
             self.child.kill()
 
     def _halt(self) -> Halt | None:

@@ -289,6 +289,9 @@ def test_a_signal_is_passed_on(tmp_path: Path, number: int, deaf: bool, code: in
     assert process.returncode == code
     assert f"{signal.Signals(number).name} received" in text
     assert read_exit(tmp_path, 0) == code
+    # of one that does not end itself: where a launcher asks, another rank may have died
+    written = stacks.stacks_path(tmp_path, 0)
+    assert ("stand_in.py" in written.read_text()) == deaf
 
 
 def test_a_third_interrupt_ends_a_trainer_that_ignores_two(tmp_path: Path) -> None:
