@@ -15,6 +15,7 @@ from nsa import dispatch
 from nsa.dense import DenseAttention
 from nsa.functional import capability_of
 from nsa.parallel.gather import Gathering, OwnItems
+from nsa.parallel.halo import halves
 from nsa.parallel.layout import ShardedLayout, check_served
 from nsa.parallel.zigzag import Zigzag
 from nsa.rope import rotate
@@ -45,7 +46,7 @@ class ShardedDense(DenseAttention):
         if self.config.qk_norm:
             k = self.k_norm(k)
         k = rotate(k, layout.turns, kind=self.config.rope)
-        keys = Gathering(OwnItems(k, v), [layout.keys()] * 2, self.group)
+        keys = Gathering(OwnItems(halves(k), halves(v)), [layout.keys()] * 2, self.group)
         q = self.q_proj(x_BTM).unflatten(-1, (-1, model.head_dim))
         if self.config.qk_norm:
             q = self.q_norm(q)

@@ -16,6 +16,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from nsa.parallel.zigzag import holder
+
 Range = tuple[int, int]
 # torch 2.13 renamed it, and warns at each call by the old name; 2.11 knows that one alone
 _gather_into = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
@@ -43,60 +45,74 @@ class WantedItems:
     rows: ItemRows | None = None
 
     def room(self, like: Tensor, shape: torch.Size, ranks: int) -> Tensor:
-        """For all items in order, or for all rows and one that is dropped; ``shape`` [B, 2 n, ...]
+        """For all items in order, or for all rows and one that is dropped; ``shape`` [B, 2, n, ...]
         of what each rank gives.
         """
-        B, items, *rest = shape
-        number = ranks * items if self.rows is None else self.rows.number + 1
+        B, _, n, *rest = shape
+        number = ranks * 2 * n if self.rows is None else self.rows.number + 1
         return like.new_empty(B, number, *rest)
 
     def lay_out(self, received: Tensor, room: Tensor) -> None:
-        """``received`` [P, B, 2 n, ...] of the ranks into `room`."""
-        if self.rows is not None:
-            room.zero_().index_copy_(1, self.rows.at.flatten(), received.flatten(0, 2)[None])
-            return
-        P, _, items, *_ = received.shape
-        pairs = received.unflatten(2, (2, items // 2))
-        every = room.unflatten(1, (2 * P, items // 2))
-        every[:, :P] = pairs[:, :, 0].transpose(0, 1)
-        every[:, P:] = pairs[:, :, 1].flip(0).transpose(0, 1)
-
-    def add_up(self, parts: Sequence[Tensor], room: Tensor) -> None:
-        """Gradients [B, R, ...] of the ranges, in the order of these, into ``room``; each item is
-        rounded once.
+        """``received`` [P, B, 2, n, ...] of the ranks into `room`: the chunks that a range is of,
+        or all rows.
         """
-        edges = sorted({0, room.shape[1], *(edge for one in self.ranges for edge in one)})
-        for begin, end in pairwise(edges):
-            into, found = room[:, begin:end], []
-            for part, (first, last) in zip(parts, self.ranges, strict=True):
-                if first <= begin and end <= last:
-                    found.append(part[:, begin - first : end - first])
-            if not found:
-                into.zero_()
-            elif len(found) == 1:
-                into.copy_(found[0])
-            else:  # two chunks have two ranges, and a sum of two is rounded once
-                torch.add(*found, out=into)
-
-    def give_back(self, room: Tensor, into: Tensor) -> None:
-        """The way back of `lay_out`, ``into`` [P, B, 2 n, ...]."""
-        P, _, items, *_ = into.shape
         if self.rows is not None:
-            found = room[0].index_select(0, self.rows.at.flatten())
-            into.copy_(found.unflatten(0, (P, 1, items)))
+            items = received.flatten(0, 3)[None].to(room.dtype)
+            room.zero_().index_copy_(1, self.rows.at.flatten(), items)
             return
-        pairs = into.unflatten(2, (2, items // 2))
-        every = room.unflatten(1, (2 * P, items // 2))
-        pairs[:, :, 0] = every[:, :P].transpose(0, 1)
-        pairs[:, :, 1] = every[:, P:].flip(1).transpose(0, 1)
+        P, _, _, n, *_ = received.shape
+        for c in range(2 * P):
+            begin, end = c * n, (c + 1) * n
+            if any(begin < last and first < end for first, last in self.ranges):
+                rank, half = holder(c, P)
+                room[:, begin:end] = received[rank, :, half]
+
+    def give_back(self, parts: Sequence[Tensor], into: Tensor) -> None:
+        """The way back of `lay_out`: gradients [B, R, ...] of the ranges, in the order of these,
+        are added up in ``into`` [P, B, 2, n, ...]; each item is rounded once.
+        """
+        P, _, _, n, *rest = into.shape
+        if self.rows is not None:
+            room = parts[0].new_empty(1, self.rows.number + 1, *rest)
+            self._add_up(parts, room)
+            found = room[0].index_select(0, self.rows.at.flatten())
+            into.copy_(found.view_as(into))
+            return
+        # a halo is a small part of the items: one launch instead of one for each other chunk
+        is_sparse = sum(last - first for first, last in self.ranges) < P * n
+        if is_sparse:
+            into.zero_()
+        for c in range(2 * P):
+            rank, half = holder(c, P)
+            self._add_up(parts, into[rank, :, half], begin=c * n, is_zero=is_sparse)
+
+    def _add_up(
+        self, parts: Sequence[Tensor], into: Tensor, *, begin: int = 0, is_zero: bool = False
+    ) -> None:
+        """Items from ``begin`` on of ``parts`` into all of ``into``, which ``is_zero``, or holds
+        anything.
+        """
+        end = begin + into.shape[1]
+        inner = {edge for one in self.ranges for edge in one if begin < edge < end}
+        for a, b in pairwise(sorted({begin, end} | inner)):
+            room, found = into[:, a - begin : b - begin], []
+            for part, (first, last) in zip(parts, self.ranges, strict=True):
+                if first <= a and b <= last:
+                    found.append(part[:, a - first : b - first])
+            if len(found) == 2:  # two chunks have two ranges, and a sum of two is rounded once
+                torch.add(*found, out=room)
+            elif found:
+                room.copy_(found[0])
+            elif not is_zero:
+                room.zero_()
 
 
 Kind = tuple[torch.Size, torch.dtype, WantedItems]
 
 
 class OwnItems:
-    """Tensors of this rank's chunks that one `Gathering` will send: in backward, what the ranks
-    give back is awaited where this was made. Made early, the wait is late.
+    """Tensors [B, 2, n, ...] of this rank's chunks that one `Gathering` will send: in backward,
+    what the ranks give back is awaited where this was made. Made early, the wait is late.
     """
 
     def __init__(self, *own: Tensor) -> None:
@@ -109,51 +125,70 @@ class Gathering:
     """One all-gather of several tensors, which begins here. Every rank of ``group`` must make it,
     with tensors of the same shapes in the same order; what each wants of them may differ.
 
-    ``own`` [B, 2 n, ...] are of this rank's chunks r and 2P - 1 - r (`nsa.parallel.zigzag`), and of
-    this gathering alone. ``promised``: of each what is ``wanted`` of it, a tensor [B, R, ...] a
-    range, part of autograd's graph at once, whose contents are there after `wait`.
+    ``own`` [B, 2, n, ...] are of this rank's chunks r and 2P - 1 - r (`nsa.parallel.zigzag`), and
+    of this gathering alone.
 
     The gradient of own is that of the sum over all ranks of what they make of it: contributions are
     rounded to own's dtype once a rank, and added up in rank order, in fp32 or wider, so that two
     runs are bitwise equal. Those of a gathering travel together, and gatherings in the reverse
-    order of their making, on every rank.
+    order of their promises, on every rank.
     """
 
     def __init__(
         self, own: OwnItems, wanted: Sequence[WantedItems], group: dist.ProcessGroup
     ) -> None:
-        P, tensors = dist.get_world_size(group), own.tensors
-        sent = torch.cat([x.detach().flatten() for x in tensors])
+        self._own, self._wanted, self._group = own, wanted, group
+        self._promised: list[tuple[Tensor, ...]] = []
+        tensors, P = own.tensors, dist.get_world_size(group)
+        sizes = [x.numel() for x in tensors]
+        sent = tensors[0].new_empty(sum(sizes), dtype=_common([x.dtype for x in tensors]))
+        for x, part in zip(tensors, sent.split(sizes), strict=True):
+            part.view(x.shape).copy_(x.detach())
         received = sent.new_empty(P, sent.numel())
         work: Any = None
         if sent.numel():  # else nobody has any
             work = _gather_into(received.flatten(), sent, group=group, async_op=True)
-        rooms = [one.room(x, x.shape, P) for x, one in zip(tensors, wanted, strict=True)]
-        kinds = tuple((x.shape, x.dtype, one) for x, one in zip(tensors, wanted, strict=True))
-        # no version of what autograd has seen: it has not read the contents that arrive later
-        self._under_way: Any = (work, sent, received, kinds, [room.data for room in rooms])
-        apply: Any = _Gather.apply
-        found = list(apply(kinds, group, own.under_way, rooms, *tensors))
-        self.promised = [tuple(found.pop(0) for _ in one.ranges) for one in wanted]
+        parts = [
+            part.view(P, *x.shape)
+            for x, part in zip(tensors, received.split(sizes, 1), strict=True)
+        ]
+        self._under_way: Any = (work, sent, parts)
+
+    def promise(self) -> list[tuple[Tensor, ...]]:
+        """Of each of own what is wanted of it, a tensor [B, R, ...] a range, part of autograd's
+        graph from now on; the contents are there after `wait`.
+        """
+        if not self._promised:
+            tensors, P = self._own.tensors, dist.get_world_size(self._group)
+            pairs = list(zip(tensors, self._wanted, strict=True))
+            rooms = [one.room(x, x.shape, P) for x, one in pairs]
+            # no version of what autograd has seen: it has not read the contents that arrive later
+            self._rooms = [room.data for room in rooms]
+            kinds = tuple((x.shape, x.dtype, one) for x, one in pairs)
+            apply: Any = _Gather.apply
+            found = list(apply(kinds, self._group, self._own.under_way, rooms, *tensors))
+            self._promised = [tuple(found.pop(0) for _ in one.ranges) for one in self._wanted]
+        return self._promised
 
     def wait(self) -> list[tuple[Tensor, ...]]:
-        """`promised`, filled."""
+        """`promise`, filled."""
+        promised = self.promise()
         if self._under_way is not None:
-            work, _, received, kinds, rooms = self._under_way
+            work, _, parts = self._under_way
             self._under_way = None
             if work is not None:
                 work.wait()
-            parts = received.split([shape.numel() for shape, _, _ in kinds], 1)
-            for (shape, dtype, wanted), part, room in zip(kinds, parts, rooms, strict=True):
-                wanted.lay_out(part.to(dtype).reshape(len(part), *shape), room)
-        return self.promised
+            for one, part, room in zip(self._wanted, parts, self._rooms, strict=True):
+                one.lay_out(part, room)
+        return promised
 
 
 def gather(own: Tensor, ranges: Sequence[Range], group: dist.ProcessGroup) -> tuple[Tensor, ...]:
-    """The items ``ranges`` of all chunks in order, of one tensor: [B, R, ...] each, as `Gathering`
-    has them.
+    """The items ``ranges`` of all chunks in order, of one tensor [B, 2 n, ...]: [B, R, ...] each,
+    as `Gathering` has them.
     """
-    return Gathering(OwnItems(own), [WantedItems(tuple(ranges))], group).wait()[0]
+    halves = own.unflatten(1, (2, own.shape[1] // 2))
+    return Gathering(OwnItems(halves), [WantedItems(tuple(ranges))], group).wait()[0]
 
 
 class _Gather(torch.autograd.Function):
@@ -179,13 +214,11 @@ class _Gather(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor) -> Any:
         P, left = dist.get_world_size(ctx.group), list(gradients)
         sizes = [shape.numel() for shape, _, _ in ctx.kinds]
-        common = reduce(torch.promote_types, (dtype for _, dtype, _ in ctx.kinds))
+        common = _common([dtype for _, dtype, _ in ctx.kinds])
         sent = gradients[0].new_empty(P, sum(sizes), dtype=common)
         for (shape, _, wanted), part in zip(ctx.kinds, sent.split(sizes, 1), strict=True):
             parts = [left.pop(0) for _ in wanted.ranges]
-            room = wanted.room(parts[0], shape, P)
-            wanted.add_up(parts, room)
-            wanted.give_back(room, part.view(P, *shape))
+            wanted.give_back(parts, part.view(P, *shape))
         received = torch.empty_like(sent)
         work: Any = None
         if sent.numel():
@@ -215,6 +248,10 @@ class _Awaited(torch.autograd.Function):
             ordered_sum(part.to(dtype), torch.promote_types(dtype, torch.float32)).view(shape)
             for part, (shape, dtype) in zip(received, ctx.kinds, strict=True)
         )
+
+
+def _common(dtypes: Sequence[torch.dtype]) -> torch.dtype:
+    return reduce(torch.promote_types, dtypes)
 
 
 def by_rank(every: Tensor, P: int) -> Tensor:

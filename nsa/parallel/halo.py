@@ -7,6 +7,7 @@ B batch, L tokens of a chunk, G kv heads, D head dim, l compressed block, d its 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,31 +16,86 @@ from nsa.parallel.gather import WantedItems
 from nsa.parallel.zigzag import Zigzag
 
 
-def tokens_before(x: Tensor, count: int, place: Zigzag) -> tuple[Tensor, WantedItems]:
-    """What a `Gathering` takes for the ``count`` tokens before each own chunk of x [B, 2 L, G, D]
-    (as many as there are). They may lie on several ranks.
+class Chunks:
+    """``chunks``: the own ones of x [B, 2 L, G, D], each [B, L, G, D]; ``edges`` [B, 2, h, G, D]:
+    ``rows`` of both, which a `Gathering` takes for halos of others.
+
+    In backward the gradients meet in one tensor: those of a chunk and of slices of it would be
+    tensors of x's size each, and sums of these.
     """
-    chunks = x.chunk(2, 1)
-    kept = min(count, chunks[0].shape[1])
-    tails = torch.cat([chunk[:, chunk.shape[1] - kept :] for chunk in chunks], 1)
-    return tails, WantedItems(tuple((max(0, c * kept - count), c * kept) for c in place.own))
+
+    def __init__(self, x: Tensor, rows: slice) -> None:
+        apply: Any = _Chunks.apply
+        *chunks, self.edges = apply(x, rows)
+        self.chunks: list[Tensor] = chunks
+
+    def before(self, halos: Sequence[Tensor]) -> list[Tensor]:
+        """Each chunk before its halo: [B, L + h, G, D]."""
+        return [_join(pair) for pair in zip(self.chunks, halos, strict=True)]
+
+    def behind(self, halos: Sequence[Tensor]) -> list[Tensor]:
+        """Each chunk behind its halo: [B, h + L, G, D]."""
+        return [_join(pair) for pair in zip(halos, self.chunks, strict=True)]
 
 
-def tokens_behind(x: Tensor, count: int, place: Zigzag) -> tuple[Tensor, WantedItems]:
-    """What a `Gathering` takes for the ``count`` tokens behind each own chunk of x [B, 2 L, G, D]
-    (``count`` <= L; the last chunk has none).
+def for_window(x: Tensor, count: int, place: Zigzag) -> tuple[Chunks, WantedItems]:
+    """Chunks of x [B, 2 L, G, D], and what this rank wants of all edges: the ``count`` tokens
+    before each of its chunks (as many as there are). They may lie on several ranks.
     """
-    heads = torch.cat([chunk[:, :count] for chunk in x.chunk(2, 1)], 1)
+    L = x.shape[1] // 2
+    kept = min(count, L)
+    ranges = tuple((max(0, c * kept - count), c * kept) for c in place.own)
+    return Chunks(x, slice(L - kept, L)), WantedItems(ranges)
+
+
+def for_blocks(x: Tensor, count: int, place: Zigzag) -> tuple[Chunks, WantedItems]:
+    """Chunks of x [B, 2 L, G, D], and what this rank wants of all edges: the ``count`` <= L tokens
+    behind each of its chunks (the last chunk has none).
+    """
     end = place.num_chunks * count
     ranges = tuple((min(end, (c + 1) * count), min(end, (c + 2) * count)) for c in place.own)
-    return heads, WantedItems(ranges)
+    return Chunks(x, slice(count)), WantedItems(ranges)
 
 
-def with_before(x: Tensor, halos: Sequence[Tensor]) -> list[Tensor]:
-    """Each own chunk of x [B, 2 L, G, D] behind its halo: [B, h + L, G, D]."""
-    return [torch.cat(pair, 1) for pair in zip(halos, x.chunk(2, 1), strict=True)]
+def halves(x: Tensor) -> Tensor:
+    """x [B, 2 L, ...] as [B, 2, L, ...], a view."""
+    return x.unflatten(1, (2, x.shape[1] // 2))
 
 
-def with_behind(x: Tensor, halos: Sequence[Tensor]) -> list[Tensor]:
-    """Each own chunk of x [B, 2 L, G, D] before its halo: [B, L + h, G, D]."""
-    return [torch.cat(pair, 1) for pair in zip(x.chunk(2, 1), halos, strict=True)]
+def _join(parts: tuple[Tensor, Tensor]) -> Tensor:
+    apply: Any = _Join.apply
+    joined: Tensor = apply(*parts)
+    return joined
+
+
+class _Chunks(torch.autograd.Function):
+    """x -> both chunks and rows of them, all views."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, rows: slice) -> tuple[Tensor, ...]:
+        ctx.rows, every = rows, halves(x)
+        return every[:, 0], every[:, 1], every[:, :, rows]
+
+    @staticmethod
+    def backward(ctx: Any, early: Tensor, late: Tensor, edges: Tensor) -> Any:
+        dx = torch.cat([early, late], 1)
+        halves(dx)[:, :, ctx.rows] += edges
+        return dx, None
+
+
+class _Join(torch.autograd.Function):
+    """torch.cat along the tokens by two copies: of a chunk of 16 MiB and a halo, which are strided,
+    its kernel takes twice as long (H200).
+    """
+
+    @staticmethod
+    def forward(ctx: Any, first: Tensor, second: Tensor) -> Tensor:
+        ctx.sizes = sizes = [x.shape[1] for x in (first, second)]
+        room = first.new_empty(first.shape[0], sum(sizes), *first.shape[2:])
+        for part, x in zip(room.split(sizes, 1), (first, second), strict=True):
+            part.copy_(x)
+        return room
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        return gradient.split(ctx.sizes, 1)

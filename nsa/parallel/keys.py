@@ -17,7 +17,7 @@ from nsa.decode import KV, View
 from nsa.documents import Documents
 from nsa.ops.positions import to_device
 from nsa.parallel.gather import Gathering, OwnItems, WantedItems
-from nsa.parallel.halo import tokens_before, tokens_behind, with_before, with_behind
+from nsa.parallel.halo import Chunks, for_blocks, for_window, halves
 from nsa.parallel.layout import Chunk, ShardedLayout
 from nsa.parallel.zigzag import Zigzag
 from nsa.routing import Route
@@ -63,13 +63,15 @@ class ShardedKeys:
         self._config, self._group, self._layout = config, group, layout
         self._compresses = config.branches != ("win",)  # compressed keys serve the selection, too
         # what the ranks give back of these is by far the most, and awaited last
-        self._own_sel = OwnItems(*kv_sel) if "sel" in config.branches else None
-        halos: list[tuple[Tensor, WantedItems]] = []
+        self._own_sel = OwnItems(*map(halves, kv_sel)) if "sel" in config.branches else None
+        shards: list[tuple[Chunks, WantedItems]] = []
         if self._compresses:
-            halos += [tokens_behind(x, layout.behind, place) for x in kv_cmp]
+            shards += [for_blocks(x, layout.behind, place) for x in kv_cmp]
         if "win" in config.branches:
-            halos += [tokens_before(x, config.window - 1, place) for x in kv_win]
-        self._halos = _gathering(halos, group)
+            shards += [for_window(x, config.window - 1, place) for x in kv_win]
+        self._chunks = [chunks for chunks, _ in shards]
+        own = OwnItems(*(chunks.edges for chunks in self._chunks))
+        self._halos = Gathering(own, [wanted for _, wanted in shards], group)
         self._blocks: Gathering | None = None
         self._tokens: Gathering | None = None
 
@@ -77,7 +79,7 @@ class ShardedKeys:
         """Compresses the blocks that begin in each chunk, by the kernels of its Route."""
         found, chunks = self._halos.wait(), self._layout.chunks
         if self._compresses:
-            k, v = (with_behind(x, halo) for x, halo in zip(self._cmp, found[:2], strict=True))
+            k, v = (x.before(halo) for x, halo in zip(self._chunks[:2], found[:2], strict=True))
             made = [
                 self._compressed((k_, v_), compress, chunk, route)
                 for k_, v_, chunk, route in zip(k, v, chunks, routes, strict=True)
@@ -85,8 +87,8 @@ class ShardedKeys:
             grid = BlockGrid.of(self._config)
             ranges = tuple((0, grid.num_cmp(chunk.rows[1])) for chunk in chunks)
             wanted = WantedItems(ranges, self._layout.block_rows)
-            own = [torch.cat(blocks, 1) for blocks in zip(*made, strict=True)]
-            self._blocks = _gathering([(x, wanted) for x in own], self._group)
+            own = OwnItems(*(torch.stack(blocks, 1) for blocks in zip(*made, strict=True)))
+            self._blocks = Gathering(own, [wanted] * 2, self._group)
         if self._own_sel is not None:
             self._tokens = Gathering(self._own_sel, [self._layout.keys()] * 2, self._group)
 
@@ -100,14 +102,16 @@ class ShardedKeys:
             win = [
                 tuple(
                     x if chunk.packs is None else chunk.packs.win.align(x)
-                    for x, chunk in zip(with_before(x, halo), chunks, strict=True)
+                    for x, chunk in zip(own.behind(halo), chunks, strict=True)
                 )
-                for x, halo in zip(self._win, found, strict=True)
+                for own, halo in zip(self._chunks[-2:], found, strict=True)
             ]
-        if self._tokens is not None:
-            sel = self._tokens.promised
         if self._blocks is not None:
-            cmp = self._blocks.wait()
+            cmp = self._blocks.promise()
+        if self._tokens is not None:  # after those, so that in backward they are sent first
+            sel = self._tokens.promise()
+        if self._blocks is not None:
+            self._blocks.wait()
         return [
             View(
                 cmp=(cmp[0][i], cmp[1][i]),
@@ -138,8 +142,3 @@ class ShardedKeys:
             pad(x, (0, 0, 0, 0, 0, room - x.shape[1]))
             for x in compress(k, v, first_block, documents, route=route)
         ]
-
-
-def _gathering(shards: list[tuple[Tensor, WantedItems]], group: dist.ProcessGroup) -> Gathering:
-    own, wanted = [own for own, _ in shards], [wanted for _, wanted in shards]
-    return Gathering(OwnItems(*own), wanted, group)

@@ -71,6 +71,11 @@ class Zigzag:
         return L
 
 
+def holder(chunk: int, size: int) -> tuple[int, int]:
+    """(the rank of ``size`` that holds the chunk, which of its two it is)."""
+    return (chunk, 0) if chunk < size else (2 * size - 1 - chunk, 1)
+
+
 def check_dim(x: Tensor, dim: int) -> None:
     """ValueError unless ``x`` is a tensor that has dimension ``dim``."""
     if not isinstance(x, Tensor):

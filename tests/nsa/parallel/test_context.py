@@ -116,9 +116,9 @@ def test_ranks_hold_an_early_and_a_late_chunk() -> None:
     for rank, shard in enumerate(shards):
         assert torch.equal(Zigzag(rank, 3).positions(4, x.device), shard[0])
     stacked = torch.stack(shards)
-    wanted = WantedItems(())
-    room = wanted.room(stacked, stacked.shape[1:], len(stacked))
-    wanted.lay_out(stacked, room)
+    wanted, received = WantedItems(((0, 12),)), stacked.view(3, 1, 2, 2)
+    room = wanted.room(stacked, received.shape[1:], 3)
+    wanted.lay_out(received, room)
     assert torch.equal(room, x)
     assert torch.equal(by_rank(x, 3), stacked)
 
