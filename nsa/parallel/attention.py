@@ -69,9 +69,11 @@ class ShardedAttention(NSAAttention):
             self._per_branch(k_cmp, k_rotated), self._per_branch(v, v), strict=True
         )
         keys = self._keys(kv_cmp, kv_sel, kv_win, layout)
-        q_rotated = rotate(q, layout.turns, kind=self.config.rope)
-        keys.compress(self._compress, routes)
+        # hides the halos; in backward, what the ranks give back of them
         gates = self.gate(x_BTM, q)
+        keys.compress(self._compress, routes)
+        # hides compressed keys, and what is given back of those
+        q_rotated = rotate(q, layout.turns, kind=self.config.rope)
         early, late = zip(
             q_rotated.chunk(2, 1),
             gates.chunk(2, 1),
@@ -93,6 +95,14 @@ class ShardedAttention(NSAAttention):
         dim; ``options`` as in `ShardedLayout.of_shard`.
         """
         return ShardedLayout.of_shard(x, self.config, self.head_dim, self.place, **options)
+
+    def _per_branch(self, cmp_BTND: Tensor, rest_BTND: Tensor) -> list[Tensor]:
+        """As NSAAttention's. One tensor is split once: each split's backward is a tensor of its size,
+        and two of them a sum besides.
+        """
+        if self.num_kv > 1 and cmp_BTND is rest_BTND:
+            return list(rest_BTND.split(self.num_kv_heads, 2))
+        return super()._per_branch(cmp_BTND, rest_BTND)
 
     def _route_of(self, q: Tensor, chunk: Chunk) -> Route:
         begin, end = chunk.rows
