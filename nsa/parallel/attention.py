@@ -22,6 +22,7 @@ from nsa.decode import KV, View
 from nsa.ops.kernels import shares
 from nsa.parallel.keys import ShardedKeys
 from nsa.parallel.layout import Chunk, ShardedLayout, check_served
+from nsa.parallel.rotation import rotated_parts
 from nsa.parallel.zigzag import Zigzag
 from nsa.rope import rotate
 from nsa.routing import Route
@@ -35,6 +36,7 @@ class ShardedAttention(NSAAttention):
 
     place: Zigzag
     group: dist.ProcessGroup
+    _kept: tuple[object, ShardedLayout] | None = None
 
     def forward(
         self,
@@ -48,13 +50,15 @@ class ShardedAttention(NSAAttention):
         the same shape.
 
         ``cu_seqlens`` is that of the whole sequence, the same on every rank; the host reads it.
-        ``layout`` has read it already. ValueError for a cache, num_tokens or attention_mask, none
+        ``layout`` has read it already. Without either, the layer makes one and keeps it until x has
+        another number of tokens, dtype or device: 4 bytes a token and head dim (8 for fp64), no
+        gradients. ValueError for a cache, num_tokens or attention_mask, none
         of which is served, and for chunks that do not begin at the border of a selection block.
         """
         check_served(others)
         checks.states(x_BTM, self.dim, checks.plain_weight(self.q_proj))
         if not isinstance(layout, ShardedLayout):
-            layout = self.layout(x_BTM, dtype=x_BTM.dtype, cu_seqlens=cu_seqlens)
+            layout = self._own_layout(x_BTM, cu_seqlens)
         absent = layout.absent_BT1
         # contents of absent tokens, NaN included, must not reach a weight's gradient
         if absent is not None:
@@ -63,19 +67,17 @@ class ShardedAttention(NSAAttention):
         if self.config.qk_norm:
             q, k = self.q_norm(q), self.k_norm(k)
         routes = [self._route_of(q, chunk) for chunk in layout.chunks]
-        k_rotated = rotate(k, layout.turns, kind=self.config.rope)
-        k_cmp = k_rotated if self.config.rotates_before_compression else k
         kv_cmp, kv_sel, kv_win = zip(
-            self._per_branch(k_cmp, k_rotated), self._per_branch(v, v), strict=True
+            self._rotated_per_branch(k, layout.turns), self._per_branch(v, v), strict=True
         )
         keys = self._keys(kv_cmp, kv_sel, kv_win, layout)
         # hides the halos; in backward, what the ranks give back of them
         gates = self.gate(x_BTM, q)
         keys.compress(self._compress, routes)
         # hides compressed keys, and what is given back of those
-        q_rotated = rotate(q, layout.turns, kind=self.config.rope)
+        L = x_BTM.shape[1] // 2
         early, late = zip(
-            q_rotated.chunk(2, 1),
+            rotated_parts(q, layout.turns, kind=self.config.rope, sizes=[L, L], dim=1),
             gates.chunk(2, 1),
             keys.views(),
             layout.chunks,
@@ -96,9 +98,31 @@ class ShardedAttention(NSAAttention):
         """
         return ShardedLayout.of_shard(x, self.config, self.head_dim, self.place, **options)
 
+    def _own_layout(self, x: Tensor, cu_seqlens: Tensor | Sequence[int] | None) -> ShardedLayout:
+        """That of x alone, where neither a model's layers share one nor documents make it differ
+        from call to call: the one of the last such call, if it fits.
+        """
+        if cu_seqlens is not None or type(x) is not Tensor or torch.compiler.is_compiling():
+            return self.layout(x, dtype=x.dtype, cu_seqlens=cu_seqlens)
+        key = (x.shape[1], x.dtype, x.device, self.config)
+        if self._kept is None or self._kept[0] != key:
+            # a training step could not use what inference mode made
+            with torch.inference_mode(False), torch.no_grad():
+                self._kept = key, self.layout(x, dtype=x.dtype)
+        return self._kept[1]
+
+    def _rotated_per_branch(self, k: Tensor, turns: Tensor) -> Sequence[Tensor]:
+        """`_per_branch` of k, rotated where its branch wants it."""
+        G, kind = self.num_kv_heads, self.config.rope
+        if self.num_kv > 1 and self.config.rotates_before_compression:
+            return rotated_parts(k, turns, kind=kind, sizes=[G] * self.num_kv, dim=2)
+        k_rotated = rotate(k, turns, kind=kind)
+        k_cmp = k_rotated if self.config.rotates_before_compression else k
+        return self._per_branch(k_cmp, k_rotated)
+
     def _per_branch(self, cmp_BTND: Tensor, rest_BTND: Tensor) -> list[Tensor]:
-        """As NSAAttention's. One tensor is split once: each split's backward is a tensor of its size,
-        and two of them a sum besides.
+        """As NSAAttention's. One tensor is split once: each split's backward is a tensor of its
+        size, and two of them a sum besides.
         """
         if self.num_kv > 1 and cmp_BTND is rest_BTND:
             return list(rest_BTND.split(self.num_kv_heads, 2))

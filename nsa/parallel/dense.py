@@ -17,6 +17,7 @@ from nsa.functional import capability_of
 from nsa.parallel.gather import Gathering, OwnItems
 from nsa.parallel.halo import halves
 from nsa.parallel.layout import ShardedLayout, check_served
+from nsa.parallel.rotation import rotated_parts
 from nsa.parallel.zigzag import Zigzag
 from nsa.rope import rotate
 from nsa.routing import route_dense
@@ -50,7 +51,8 @@ class ShardedDense(DenseAttention):
         q = self.q_proj(x_BTM).unflatten(-1, (-1, model.head_dim))
         if self.config.qk_norm:
             q = self.q_norm(q)
-        chunks = rotate(q, layout.turns, kind=self.config.rope).chunk(2, 1)
+        sizes = [q.shape[1] // 2] * 2
+        chunks = rotated_parts(q, layout.turns, kind=self.config.rope, sizes=sizes, dim=1)
         route = route_dense(self.kind, self._problem(chunks[0]), capability_of(str(q.device)))
         scale = model.head_dim**-0.5
         o = [

@@ -136,7 +136,9 @@ class ShardedKeys:
         if chunk.packs is not None:
             k, v = (chunk.packs.cmp.align(x) for x in (k, v))
             documents = chunk.packs.cmp.documents
-        first_block = to_device([chunk.blocks[0]] * k.shape[0], k.device)
+        first_block = None  # which the rotation of compressed keys alone asks for
+        if not self._config.rotates_before_compression:
+            first_block = to_device([chunk.blocks[0]] * k.shape[0], k.device)
         room = self._layout.block_room
         return [
             pad(x, (0, 0, 0, 0, 0, room - x.shape[1]))
