@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from nsa.parallel.words import copy_words
 from nsa.parallel.zigzag import holder
 
 Range = tuple[int, int]
@@ -143,7 +144,7 @@ class Gathering:
         sizes = [x.numel() for x in tensors]
         sent = tensors[0].new_empty(sum(sizes), dtype=_common([x.dtype for x in tensors]))
         for x, part in zip(tensors, sent.split(sizes), strict=True):
-            part.view(x.shape).copy_(x.detach())
+            copy_words(part.view(x.shape), x.detach())
         received = sent.new_empty(P, sent.numel())
         work: Any = None
         if sent.numel():  # else nobody has any

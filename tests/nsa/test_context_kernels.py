@@ -19,6 +19,7 @@ from nsa.ops import joint_backward
 from nsa.ops.decode import kernels as decode
 from nsa.parallel import ContextParallel, gather
 from nsa.parallel.gather import WantedItems
+from nsa.parallel.layout import ShardedLayout
 from tests.cases import SMALL, assert_parity, randn
 
 
@@ -128,3 +129,28 @@ def test_gradients_of_the_selected_keys_travel_while_others_are_computed(
     assert events[0] == ("sent", k + v)
     assert events[-2:] == [("added", k), ("added", v)]
     assert [what for what, _ in events].count("sent") == 3
+
+
+def test_a_layer_keeps_the_layout_of_its_last_length(
+    cp: ContextParallel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Made in inference mode it serves training, and one of another length does not."""
+    made: list[int] = []
+    plain = ShardedLayout.of_shard
+
+    def noted(x: Tensor, *others: Any, **options: Any) -> ShardedLayout:
+        made.append(x.shape[1])
+        return plain(x, *others, **options)
+
+    monkeypatch.setattr(ShardedLayout, "of_shard", noted)
+    layer = NSAAttention(16, 4, 2, 8, 8, config=SMALL, path="masked")
+    sharded, x = cp.wrap(copy.deepcopy(layer)), randn(1, 64, 16, seed=1)
+    with torch.inference_mode():
+        sharded(cp.shard(x))
+    for tokens in (64, 32, 32, 64):
+        upstream = randn(1, tokens, 16, seed=2)
+        want = gradients(layer, x[:, :tokens], upstream)
+        got = gradients(sharded, cp.shard(x[:, :tokens]), cp.shard(upstream))
+        for a, b in zip(got, want, strict=True):
+            assert_parity(a, b.double(), f"{tokens} tokens")
+    assert made == [64, 32, 64]

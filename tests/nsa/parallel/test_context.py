@@ -18,6 +18,7 @@ from nsa.documents import Packing
 from nsa.ops import flash
 from nsa.ops.interval import sliding
 from nsa.parallel.gather import WantedItems, by_rank, ordered_sum
+from nsa.parallel.words import copy_words
 from nsa.parallel.zigzag import Zigzag
 from tests.cases import error, randn
 from tests.nsa.parallel.four_ranks import CASES, MODELS
@@ -162,3 +163,15 @@ def test_fa2_is_given_the_documents_of_a_chunk(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(flash, "varlen", varlen)
     got = sliding.attend(q, k, v, fa2="torch", documents=documents, **options)
     assert error(got, want) <= 1e-6
+
+
+@pytest.mark.parametrize("heads", [slice(2, 4), slice(0, 3, 2)])
+@pytest.mark.parametrize("dim", [8, 6, 3])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
+def test_copies_by_words_are_copies(dtype: torch.dtype, dim: int, heads: slice) -> None:
+    """Of slices whose rows are whole words and of those that are not; what lies around stays."""
+    every, into = randn(2, 9, 6, dim, seed=1).to(dtype), randn(2, 9, 6, dim, seed=2).to(dtype)
+    want = into.clone()
+    want[:, 3:, heads] = every[:, 1:7, heads]
+    copy_words(into[:, 3:, heads], every[:, 1:7, heads])
+    assert torch.equal(into, want)

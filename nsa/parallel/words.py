@@ -1,0 +1,29 @@
+"""Copies of strided tensors by eight bytes at a time.
+
+PyTorch's CUDA kernel for tensors that are not contiguous reads and writes single elements: 2 bytes of a
+bf16 slice of heads, whose rows of at least 32 bytes lie together.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+_WORD = torch.int64
+
+
+def copy_words(into: Tensor, x: Tensor) -> None:
+    """``into.copy_(x)``, no gradient, of tensors of one shape."""
+    if into.dtype == x.dtype and _has_words(into) and _has_words(x):
+        into, x = into.view(_WORD), x.view(_WORD)
+    into.copy_(x)
+
+
+def _has_words(x: Tensor) -> bool:
+    """Whether rows of ``x`` are whole words, and begin at the border of one."""
+    per_word = _WORD.itemsize // x.element_size() if x.element_size() <= _WORD.itemsize else 0
+    if per_word < 2 or x.numel() == 0:  # 0 of a complex number, 1 of fp64
+        return False
+    *strides, last = x.stride()
+    counts = (x.shape[-1], x.storage_offset(), *strides)
+    return last == 1 and not any(count % per_word for count in counts)
