@@ -140,7 +140,7 @@ class ShardedKeys:
         if not self._config.rotates_before_compression:
             first_block = to_device([chunk.blocks[0]] * k.shape[0], k.device)
         room = self._layout.block_room
+        made = compress(k, v, first_block, documents, route=route)
         return [
-            pad(x, (0, 0, 0, 0, 0, room - x.shape[1]))
-            for x in compress(k, v, first_block, documents, route=route)
+            x if x.shape[1] == room else pad(x, (0, 0, 0, 0, 0, room - x.shape[1])) for x in made
         ]

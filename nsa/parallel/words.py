@@ -1,10 +1,12 @@
 """Copies of strided tensors by eight bytes at a time.
 
-PyTorch's CUDA kernel for tensors that are not contiguous reads and writes single elements: 2 bytes of a
-bf16 slice of heads, whose rows of at least 32 bytes lie together.
+PyTorch's CUDA kernel for tensors that are not contiguous reads and writes single elements: 2 bytes
+of a bf16 slice of heads, of which many lie together.
 """
 
 from __future__ import annotations
+
+import math
 
 import torch
 from torch import Tensor
@@ -25,5 +27,4 @@ def _has_words(x: Tensor) -> bool:
     if per_word < 2 or x.numel() == 0:  # 0 of a complex number, 1 of fp64
         return False
     *strides, last = x.stride()
-    counts = (x.shape[-1], x.storage_offset(), *strides)
-    return last == 1 and not any(count % per_word for count in counts)
+    return last == 1 and math.gcd(x.shape[-1], x.storage_offset(), *strides) % per_word == 0
