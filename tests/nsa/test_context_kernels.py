@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from nsa import NSAAttention, dispatch
 from nsa.ops import joint_backward
 from nsa.ops.decode import kernels as decode
-from nsa.parallel import ContextParallel, gather
+from nsa.parallel import ContextParallel, gather, rotation
 from nsa.parallel.gather import WantedItems
 from nsa.parallel.layout import ShardedLayout
 from tests.cases import SMALL, assert_parity, randn
@@ -108,9 +108,11 @@ def test_a_chunk_is_served_by_the_kernel_of_the_whole(
 def test_gradients_of_the_selected_keys_travel_while_others_are_computed(
     cp: ContextParallel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """They are sent first and awaited last."""
+    """They are sent first and awaited last; those of compressed keys while q is rotated back, and
+    those of the halos while the gates are differentiated.
+    """
     events: list[tuple[str, int]] = []
-    send, add = dist.all_to_all_single, gather.ordered_sum
+    send, add, turn = dist.all_to_all_single, gather.ordered_sum, rotation.rotate
 
     def sent(received: Tensor, own: Tensor, **options: Any) -> Any:
         events.append(("sent", own.numel()))
@@ -120,15 +122,24 @@ def test_gradients_of_the_selected_keys_travel_while_others_are_computed(
         events.append(("added", parts[0].numel()))
         return add(parts, wide)
 
+    def turned(x: Tensor, *others: Any, **options: Any) -> Tensor:
+        events.append(("turned", x.numel()))
+        return turn(x, *others, **options)
+
+    monkeypatch.setattr(rotation, "rotate", turned)
     monkeypatch.setattr(dist, "all_to_all_single", sent)
     monkeypatch.setattr(gather, "ordered_sum", added)
     layer = cp.wrap(NSAAttention(16, 3, 1, 8, 12, config=SMALL, path="triton"))
     x = randn(1, 64, 16, seed=1).requires_grad_()
-    layer(cp.shard(x)).sum().backward()
+    layer.gate.proj.weight.register_hook(lambda _: events.append(("gates", 0)))
+    y = layer(cp.shard(x)).sum()
+    events.clear()
+    y.backward()
     k, v = 64 * 8, 64 * 12
     assert events[0] == ("sent", k + v)
-    assert events[-2:] == [("added", k), ("added", v)]
-    assert [what for what, _ in events].count("sent") == 3
+    assert events[-3:] == [("added", k), ("added", v), ("turned", 3 * k)]
+    words = "sent sent turned added added sent gates added added added added added added turned"
+    assert [what for what, _ in events] == words.split()
 
 
 def test_a_layer_keeps_the_layout_of_its_last_length(
