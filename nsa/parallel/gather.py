@@ -226,7 +226,8 @@ class _Gather(torch.autograd.Function):
             flat = received.flatten(), sent.flatten()
             work = dist.all_to_all_single(*flat, group=ctx.group, async_op=True)
         ctx.under_way.append((work, sent, received.split(sizes, 1)))
-        nothing = [sent.new_zeros((), dtype=dtype).expand(shape) for shape, dtype, _ in ctx.kinds]
+        zero = sent.new_zeros(())  # `_Awaited` has the gradients
+        nothing = (zero.to(dtype).expand(shape) for shape, dtype, _ in ctx.kinds)
         return None, None, None, None, *nothing
 
 

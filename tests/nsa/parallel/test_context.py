@@ -166,12 +166,18 @@ def test_fa2_is_given_the_documents_of_a_chunk(monkeypatch: pytest.MonkeyPatch) 
 
 
 @pytest.mark.parametrize("heads", [slice(2, 4), slice(0, 3, 2)])
-@pytest.mark.parametrize("dim", [8, 6, 3])
+@pytest.mark.parametrize(
+    "dim, part", [(8, slice(8)), (8, slice(2, 6)), (6, slice(4)), (8, slice(0, 8, 2))]
+)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
-def test_copies_by_words_are_copies(dtype: torch.dtype, dim: int, heads: slice) -> None:
-    """Of slices whose rows are whole words and of those that are not; what lies around stays."""
+def test_copies_by_words_are_copies(
+    dtype: torch.dtype, dim: int, part: slice, heads: slice
+) -> None:
+    """Of rows that are whole words and begin at one, and of those that do not; what lies around
+    stays.
+    """
     every, into = randn(2, 9, 6, dim, seed=1).to(dtype), randn(2, 9, 6, dim, seed=2).to(dtype)
     want = into.clone()
-    want[:, 3:, heads] = every[:, 1:7, heads]
-    copy_words(into[:, 3:, heads], every[:, 1:7, heads])
+    want[:, 3:, heads, part] = every[:, 1:7, heads, part]
+    copy_words(into[:, 3:, heads, part], every[:, 1:7, heads, part])
     assert torch.equal(into, want)
