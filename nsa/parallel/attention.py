@@ -52,8 +52,8 @@ class ShardedAttention(NSAAttention):
         ``cu_seqlens`` is that of the whole sequence, the same on every rank; the host reads it.
         ``layout`` has read it already. Without either, the layer makes one and keeps it until x has
         another number of tokens, dtype or device: 4 bytes a token and head dim (8 for fp64), no
-        gradients. ValueError for a cache, num_tokens or attention_mask, none
-        of which is served, and for chunks that do not begin at the border of a selection block.
+        gradients. ValueError for a cache, num_tokens or attention_mask, none of which is served,
+        and for chunks that do not begin at the border of a selection block.
         """
         check_served(others)
         checks.states(x_BTM, self.dim, checks.plain_weight(self.q_proj))
