@@ -257,7 +257,7 @@ def _common(dtypes: Sequence[torch.dtype]) -> torch.dtype:
 
 
 def by_rank(every: Tensor, P: int) -> Tensor:
-    """The way back: [B, 2P n, ...] -> [P, B, 2 n, ...]."""
+    """What each rank holds of all chunks in order: [B, 2P n, ...] -> [P, B, 2 n, ...]."""
     chunks = every.unflatten(1, (2 * P, every.shape[1] // (2 * P)))
     early, late = chunks[:, :P], chunks[:, P:].flip(1)
     return torch.stack([early, late], 2).transpose(0, 1).flatten(2, 3).contiguous()

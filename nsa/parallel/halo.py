@@ -81,7 +81,7 @@ class _Chunks(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, early: Tensor, late: Tensor, edges: Tensor) -> Any:
         dx = torch.cat([early, late], 1)
-        halves(dx)[:, :, ctx.rows] += edges
+        halves(dx)[:, :, ctx.rows].add_(edges)
         return dx, None
 
 
