@@ -390,7 +390,7 @@ def choose(
     most = max(BM, score_bytes // row_bytes // BM * BM)
     if t is not None:
         most = max(most, min(t.programs // G, t.most_bytes // row_bytes // BM) * BM)
-    if T > most:  # chunks of one size: a small one leaves a GPU idle
+    if most < T:  # chunks of one size: a small one leaves a GPU idle
         most = cdiv(cdiv(T, cdiv(T, most)), BM) * BM
     score = q.new_empty(1 + (W > 1), min(B * T, most), G, J, dtype=torch.float32)
     BJ, candidates = padded(J, 1), max(candidates, padded(num_selected, 1))
