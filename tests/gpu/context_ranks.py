@@ -63,7 +63,8 @@ def bits(cp: ContextParallel, path: str, device: str) -> dict[str, float]:
     """1 of what equal q, k and v have not bit for bit alike on some rank, as `same_bits_of` names
     it. Which kernel serves a call goes by its size, and a chunk is smaller than the whole.
     """
-    tokens, heads = (1024, (4, 2)) if path == "masked" else (8192, (12, 2))
+    # 16,384 tokens: from there on one card takes the kernels with warp roles
+    tokens, heads = (1024, (4, 2)) if path == "masked" else (16_384, (12, 2))
     layer = NSAAttention(768, *heads, 64, config=NSAConfig(**PAPER), path=path)
     sizes = (heads[0], heads[1], heads[1])
     q, k, v = (randn(1, tokens, n, 64, seed=s).to(device) for s, n in enumerate(sizes))

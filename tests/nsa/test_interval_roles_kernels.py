@@ -13,6 +13,7 @@ import torch
 import nsa.ops.interval
 from nsa.ops.interval import backward_kv_kernels, forward_kernels, parts, roles
 from nsa.ops.interval.tile_sizes import BACKWARD_KV_ROLES, BackwardRoleSizes, RoleSizes
+from nsa.ops.kernels import shares
 from tests.cases import randn
 from tests.nsa import warp_roles_machine as machine
 from tests.nsa.kernel_cases import poisoned_memory  # noqa: F401
@@ -139,6 +140,8 @@ def test_a_table_names_who_serves_gradients_of_keys(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(roles, "sm_of", lambda device: (9, 0))
     assert served() and not served(width=512), "a GPU has measured the compressed branch alone"
     assert not served(dim=128) and not served(rows=4095) and not served(dtype=torch.float32)
+    with shares.one_of(4):
+        assert served(rows=1024) and not served(rows=1023), "a share counts as the whole"
     monkeypatch.setattr(roles, "is_off", lambda step: step == "roles")
     assert not served()
     monkeypatch.setattr(roles, "is_off", lambda step: False)

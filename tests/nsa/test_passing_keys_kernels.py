@@ -16,6 +16,7 @@ from torch import Tensor
 import nsa.ops.scores
 from nsa.config import NSAConfig
 from nsa.ops import interval
+from nsa.ops.kernels import shares
 from nsa.ops.scores import kernels as scores
 from tests import oracle
 from tests.cases import assert_blocks, randn
@@ -69,13 +70,21 @@ def test_choice_of_the_first_queries() -> None:
 
 
 @pytest.mark.parametrize(
-    ("programs", "rows"), [(1, [64, 64, 64, 8]), (4, [128, 72]), (7, [192, 8])]
+    ("batch", "programs", "rows"),
+    [
+        (1, 1, [64, 64, 64, 8]),
+        (1, 4, [128, 72]),
+        (1, 6, [128, 72]),
+        (1, 8, [200]),
+        (2, 8, [200, 200]),
+        (2, 14, [400]),
+    ],
 )
 def test_a_chunk_of_scores_fills_the_gpu(
-    programs: int, rows: list[int], monkeypatch: pytest.MonkeyPatch
+    batch: int, programs: int, rows: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of two kv heads, tiles of 64 queries of both: chunks of at least half as many tiles, though
-    one row alone is beyond ``score_bytes``.
+    """Of two kv heads, tiles of 64 queries of both: chunks of up to half as many tiles, though one
+    row alone is beyond ``score_bytes``, and of one size.
     """
     launched: list[int] = []
 
@@ -86,6 +95,14 @@ def test_a_chunk_of_scores_fills_the_gpu(
 
     launch = scores.launch
     monkeypatch.setattr(scores, "launch", count)
-    q, k_cmp = inputs(1, 200, 0)
+    q, k_cmp = inputs(batch, 200, 0)
     chosen(q, k_cmp, 0, scores.PassingTiles(64, 64, 2, score_bytes=1, programs=programs))
     assert launched == rows
+
+
+def test_a_share_is_scored_as_the_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(scores, "sm_of", lambda device: (9, 0))
+    q, k_cmp = inputs(1, 4096, 0)
+    assert scores._passing_tiles(q, k_cmp) is None, "8,192 rows"
+    with shares.one_of(2):
+        assert scores._passing_tiles(q, k_cmp) is scores.PASSING[0]

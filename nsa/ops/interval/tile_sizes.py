@@ -76,7 +76,7 @@ class BackwardRoleSizes:
 
 
 # dK and dV by width class, on Hopper, without a window and with one. At 65,536 tokens of width 64
-# without a window 1.450 ms (1.998 by Triton's kernel). The others are not measured.
+# without a window 1.450 ms (1.998 by Triton's kernel). No GPU has timed or proved the others there.
 BACKWARD_KV_ROLES: tuple[tuple[BackwardRoleSizes | None, BackwardRoleSizes | None], ...] = (
     (BackwardRoleSizes(128, 2, 168, 240), None),
     (None, None),

@@ -1,7 +1,8 @@
 """Calls that are shares of one: the chunks of a sequence that several ranks hold.
 
-Which kernel serves a call goes by its size, and two kernels round differently. A share is served by
-the kernel that would serve the whole, so that of equal queries and keys it chooses the same blocks.
+Which kernel serves a call goes by its size, and two kernels round differently. Compressed attention
+and the scores of a share, forward, are served by the kernels that would serve the whole, so that of
+equal queries and keys it chooses the same blocks. What follows the choice goes by the share's size.
 """
 
 from __future__ import annotations

@@ -5,7 +5,7 @@ Nothing of size [T, C] a head is ever written.
 B batch, T queries, C compressed blocks, Q query heads, G kv heads, H query heads per kv head, J
 selection blocks, N slots. R = l' / d compressed blocks begin within a selection block, W = l / d
 sub-chunks make a compressed block; W <= R, R a power of two. A chunk of rows (b, t) is scored, then
-its best blocks are taken, so that scores stay in the L2.
+its best blocks are taken: scores of all rows would be T x J numbers.
 """
 
 from __future__ import annotations
@@ -59,9 +59,10 @@ class PassingTiles:
     stages: int  # tiles of keys held
     registers: int | None = None  # of a thread; None: as many as the compiler wants
     score_bytes: int = 1 << 27  # of one chunk's scores: whole rows
-    # that fill an H200, three on each of 132 multiprocessors: no chunk has fewer, where there are
-    # as many rows
+    # Three programs on each of an H200's 132 multiprocessors. Chunks are no smaller than that, up
+    # to `most_bytes` of scores: at 1,048,576 tokens 1.66 GB.
     programs: int = 396
+    most_bytes: int = 1 << 31
 
     @property
     def options(self) -> dict[str, int]:
@@ -78,7 +79,7 @@ PASSING_MIN_ROWS = 16_384  # (b, t, kv head)
 # warps a multiprocessor instead of 32. Beyond, a thread holds more scores than that.
 CHOICE_REGISTERS, CHOICE_REGISTERS_TO = 64, 1024
 # Scores of a row that `nsa_choose` holds, 128 a lane; of a longer row it reads a quarter as many at
-# once. Held, 8,192 take 2,200 bytes of stack a thread, and 16,384 take 5,040.
+# once. Held, 8,192 would lie on the stack (2,200 bytes a thread, by ptxas of Triton 3.6.0).
 MOST_HELD = 4096
 
 
@@ -276,7 +277,7 @@ def nsa_choose(
         best = tl.max(score, 1)
     else:
         best = tl.full([NC], -1.0, tl.float32)
-        for j0 in range(0, local_begin, TILE):
+        for j0 in range(initial_end // TILE * TILE, local_begin, TILE):
             best = tl.maximum(best, tl.max(_competing(at_j, edge_at_j, j, j0, seen, R, EDGED), 1))
     # The need-th largest maximum of NC interleaved groups: at least `need` scores reach it, and
     # seldom many more.
@@ -300,7 +301,7 @@ def nsa_choose(
             tl.store(SPARE + spare, j, mask=candidate != 0)
     else:
         count = 0
-        for j0 in range(0, local_begin, TILE):
+        for j0 in range(initial_end // TILE * TILE, local_begin, TILE):
             score = _competing(at_j, edge_at_j, j, j0, seen, R, EDGED)
             candidate = (score >= least).to(tl.int32)
             of_lane = tl.sum(candidate, 1)
@@ -313,7 +314,7 @@ def nsa_choose(
             before, before_j = float("inf"), -1
             for n in range(need):
                 highest, hit = -1.0, 2147483647
-                for j0 in range(0, local_begin, TILE):
+                for j0 in range(initial_end // TILE * TILE, local_begin, TILE):
                     score = _competing(at_j, edge_at_j, j, j0, seen, R, EDGED)
                     left = (score < before) | ((score == before) & (j0 + j > before_j))
                     score = tl.where(left, score, -1.0)
@@ -385,9 +386,12 @@ def choose(
         config = dict(tiles or TILES[min(3, width_class(q, D) + (q.dtype == torch.float32))])
         BM, BC = config.pop("BM"), max(config.pop("BC"), R)
         (queries,), copy = described(BM, q, work=q.numel())
-    most = max(BM, score_bytes // (J * G * 4) // BM * BM)
+    row_bytes = J * G * 4
+    most = max(BM, score_bytes // row_bytes // BM * BM)
     if t is not None:
-        most = max(most, t.programs // G * BM)
+        most = max(most, min(t.programs // G, t.most_bytes // row_bytes // BM) * BM)
+    if most < T:  # chunks of one size: a small one leaves a GPU idle
+        most = cdiv(cdiv(T, cdiv(T, most)), BM) * BM
     score = q.new_empty(1 + (W > 1), min(B * T, most), G, J, dtype=torch.float32)
     BJ, candidates = padded(J, 1), max(candidates, padded(num_selected, 1))
     spare = q.new_empty(score.shape[1] * G, candidates, dtype=torch.int32)

@@ -216,6 +216,9 @@ def warp_roles(shape: CodeShape, at: At) -> None:
     for passing in filter(None, scores.PASSING):
         if scores.passing_takes(q, compressed[0], passing):
             scores.choose(q, compressed[0], lse, passing=passing, **CHOSEN, **of_choice, **where)
+            at("roles.million")  # rows of more blocks than `nsa_choose` holds
+            far = {**of_choice, **where, "q_start": 1 << 20, "kv_len": (1 << 20) + TOKENS}
+            scores.choose(q, compressed[0], lse, passing=passing, **CHOSEN, **far)
     blocks = torch.zeros(1, TOKENS, shape.groups, 16, dtype=torch.int32)
     options: dict[str, Any] = {"sel_block": 64, "q_start": 0, "scale": 0.1}
     for tile in FORWARD_ROLES[shape.key_dim]:
