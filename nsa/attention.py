@@ -361,6 +361,9 @@ class NSAAttention(nn.Module):
         """
         if self.num_kv == 1:
             return [cmp_BTND, rest_BTND, rest_BTND]
-        # split, not slices: its backward is one concatenation instead of three zero-filled copies
-        _, sel, win = rest_BTND.split(self.num_kv_heads, dim=2)
-        return [cmp_BTND.split(self.num_kv_heads, dim=2)[0], sel, win]
+        # split, not slices: its backward is one concatenation instead of three zero-filled copies;
+        # and once, since of two splits of one tensor the gradients are two tensors and their sum
+        cmp, sel, win = rest_BTND.split(self.num_kv_heads, dim=2)
+        if cmp_BTND is not rest_BTND:
+            cmp = cmp_BTND.split(self.num_kv_heads, dim=2)[0]
+        return [cmp, sel, win]

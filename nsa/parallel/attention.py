@@ -120,14 +120,6 @@ class ShardedAttention(NSAAttention):
         k_cmp = k_rotated if self.config.rotates_before_compression else k
         return self._per_branch(k_cmp, k_rotated)
 
-    def _per_branch(self, cmp_BTND: Tensor, rest_BTND: Tensor) -> list[Tensor]:
-        """As NSAAttention's. One tensor is split once: each split's backward is a tensor of its
-        size, and two of them a sum besides.
-        """
-        if self.num_kv > 1 and cmp_BTND is rest_BTND:
-            return list(rest_BTND.split(self.num_kv_heads, 2))
-        return super()._per_branch(cmp_BTND, rest_BTND)
-
     def _route_of(self, q: Tensor, chunk: Chunk) -> Route:
         begin, end = chunk.rows
         rows = q[:, :1].expand(-1, end - begin, -1, -1)  # a shape, no memory

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from nsa.parallel.words import copy_words
 from nsa.parallel.zigzag import holder
@@ -212,6 +213,7 @@ class _Gather(torch.autograd.Function):
         )
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, *gradients: Tensor) -> Any:
         P, left = dist.get_world_size(ctx.group), list(gradients)
         sizes = [shape.numel() for shape, _, _ in ctx.kinds]
@@ -240,9 +242,9 @@ class _Awaited(torch.autograd.Function):
         return tuple(x.view_as(x) for x in own)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, *nothing: Tensor) -> Any:
-        if not ctx.under_way:  # nothing that was gathered has a gradient
-            return None, *(None for _ in ctx.kinds)
+        assert ctx.under_way, "gradients of what is gathered are sent before they are awaited"
         work, _, received = ctx.under_way.pop()
         if work is not None:
             work.wait()

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from nsa.parallel.gather import WantedItems
 from nsa.parallel.words import copy_words
@@ -79,6 +80,7 @@ class _Chunks(torch.autograd.Function):
         return every[:, 0], every[:, 1], every[:, :, rows]
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, early: Tensor, late: Tensor, edges: Tensor) -> Any:
         dx = torch.cat([early, late], 1)
         halves(dx)[:, :, ctx.rows].add_(edges)
@@ -103,6 +105,7 @@ class _Join(torch.autograd.Function):
         return tuple(joined)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, *gradients: Tensor) -> Any:
         parts = (x.split(sizes, 1) for x, sizes in zip(gradients, ctx.sizes, strict=True))
         return tuple(chain(*parts))

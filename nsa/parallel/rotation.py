@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from nsa.rope import rotate
 
@@ -38,6 +39,7 @@ class _RotatedParts(torch.autograd.Function):
         return rotate(x, turns, kind=kind).split(sizes, dim)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, *gradients: Tensor) -> Any:
         (turns,) = ctx.saved_tensors
         wide = torch.promote_types(ctx.dtype, torch.float32)

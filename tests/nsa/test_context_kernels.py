@@ -166,3 +166,14 @@ def test_a_layer_keeps_the_layout_of_its_last_length(
         for a, b in zip(got, want, strict=True):
             assert_parity(a, b.double(), f"{tokens} tokens")
     assert made == [64, 32, 64]
+
+
+def test_a_first_gradient_may_be_part_of_a_graph(cp: ContextParallel) -> None:
+    """As on one process; a second one is an error of the attention itself."""
+    layer = cp.wrap(NSAAttention(16, 3, 1, 8, 12, config=SMALL, path="masked"))
+    x = randn(1, 64, 16, seed=1).requires_grad_()
+    (want,) = torch.autograd.grad(layer(cp.shard(x)).square().sum(), x)
+    (got,) = torch.autograd.grad(layer(cp.shard(x)).square().sum(), x, create_graph=True)
+    assert torch.equal(got, want)
+    with pytest.raises(RuntimeError, match="differentiat"):
+        got.sum().backward()
