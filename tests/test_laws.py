@@ -79,7 +79,11 @@ def selected_paths(tree: ast.AST) -> list[int]:
     """Lines that import the registry of selected paths, or a path; what paths are made of is
     neither.
     """
-    parts = ("nsa.ops.selected.gathered_rows", "nsa.ops.selected.triton.kernels")
+    of_triton = "backward block_lists chunks dense_tiles forward list_calls tile_sizes"
+    parts = (
+        "nsa.ops.selected.gathered_rows",
+        *(f"nsa.ops.selected.triton.{name}" for name in of_triton.split()),
+    )
     return [
         line
         for name, line in imports(tree)

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from nsa.decode.graph import capture, warm_up
 from nsa.ops.interval import forward_kernels
-from nsa.ops.selected.triton import kernels as selected
+from nsa.ops.selected.triton import forward as selected_forward
 from tests.cases import assert_lse, error, magnitude
 from tests.gpu.test_parity import full_precision_matmuls  # noqa: F401
 
@@ -113,10 +113,10 @@ def test_selected_of_a_long_sequence(shape: str, batch: int, dtype: torch.dtype)
         torch.arange(TOKENS, device=DEVICE) <= position
     )
     given: dict[str, Any] = {"sel_block": 64, "q_start": position, "scale": q.shape[3] ** -0.5}
-    o, lse = selected.forward(q, k, v, blocks, **given)
+    o, lse = selected_forward.forward(q, k, v, blocks, **given)
     assert_pair((o, lse), softmax(q, k, v, kept))
     for _ in range(2):
-        assert all(map(torch.equal, selected.forward(q, k, v, blocks, **given), (o, lse)))
+        assert all(map(torch.equal, selected_forward.forward(q, k, v, blocks, **given), (o, lse)))
 
 
 @DTYPE
@@ -164,7 +164,7 @@ def test_a_graph_goes_on_as_the_lengths_advance(shape: str, dtype: torch.dtype) 
         kept["win"] = forward_kernels.forward(
             q, k, v, block=1, stride=1, width=512, first=None, **common
         )
-        kept["sel"] = selected.forward(q, k, v, blocks, sel_block=64, **common)
+        kept["sel"] = selected_forward.forward(q, k, v, blocks, sel_block=64, **common)
 
     device = torch.device(DEVICE, torch.cuda.current_device())
     warm_up(step, device)
@@ -194,7 +194,7 @@ def launches() -> dict[str, Callable[[int], Any]]:
         "win": lambda n: forward_kernels.forward(
             q, k[:, :n], v[:, :n], width=512, q_start=n - 1, **given
         ),
-        "sel": lambda n: selected.forward(
+        "sel": lambda n: selected_forward.forward(
             q, k[:, :n], v[:, :n], blocks, sel_block=64, q_start=n - 1, scale=0.125
         ),
     }

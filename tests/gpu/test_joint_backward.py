@@ -10,7 +10,7 @@ from torch import Tensor
 
 from nsa import NSAConfig, compress, nsa_attention
 from nsa.ops.kernels import common
-from nsa.ops.selected.triton import kernels as selected
+from nsa.ops.selected.triton import chunks, list_calls
 from tests import oracle
 from tests.cases import assert_bf16_rule, choose_by_kernel, eager_attention, randn
 from tests.nsa.kernel_cases import ORDINARY_LOADS
@@ -40,9 +40,9 @@ def test_the_gated_sum_of_three_branches(
     kv_heads: int, group: int, dim: int, by: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if by == "lists":
-        monkeypatch.setattr(selected, "SORT_MIN_ROWS", 0)
-        monkeypatch.setattr(selected, "PART_BYTES", 1 << 24)  # several chunks
-        monkeypatch.setattr(selected, "PARTS_OF_Q", 0)
+        monkeypatch.setattr(list_calls, "SORT_MIN_ROWS", 0)
+        monkeypatch.setattr(chunks, "PART_BYTES", 1 << 24)  # several chunks
+        monkeypatch.setattr(chunks, "PARTS_OF_Q", 0)
     else:
         # as such small calls are served
         monkeypatch.setattr(common, "COPY_MIN_ELEMENTS", ORDINARY_LOADS)

@@ -18,7 +18,10 @@ from nsa.ops.interval import backward_kv_kernels, roles, tile_sizes
 from nsa.ops.kernels import common
 from nsa.ops.scores import kernels as scores
 from nsa.ops.selected import triton as operator
-from nsa.ops.selected.triton import kernels as selected
+from nsa.ops.selected.triton import backward as selected_backward
+from nsa.ops.selected.triton import chunks, list_calls
+from nsa.ops.selected.triton import forward as selected_forward
+from nsa.ops.selected.triton.tile_sizes import RoleTiles
 from tests import oracle
 from tests.cases import (
     SMALL,
@@ -145,10 +148,10 @@ def test_selected_branch_by_either_kernel(
 ) -> None:
     tensors, blocks = inputs(case, dtype), random_blocks(case, SMALL, seed=5).to(DEVICE)
     if by != "query-outer":
-        monkeypatch.setattr(selected, "SORT_MIN_ROWS", 0)
+        monkeypatch.setattr(list_calls, "SORT_MIN_ROWS", 0)
     if by == "KV-outer in chunks":
         monkeypatch.setattr(
-            selected, "PART_BYTES", 50 * case.kv_heads * case.group * SMALL.num_selected * 64 * 2
+            chunks, "PART_BYTES", 50 * case.kv_heads * case.group * SMALL.num_selected * 64 * 2
         )
     options = {"sel_block": 16, "q_start": 0}
     assert_rule(
@@ -160,8 +163,8 @@ def test_selected_branch_by_either_kernel(
 
 
 ROLES = {  # of the forward and the backward, by width
-    64: (selected.RoleTiles(128, 1, 3, 2, 16, 128), selected.RoleTiles(128, 2, 3, 2, 64, 168, 96)),
-    128: (selected.RoleTiles(64, 2, 4, 2, 16, 168), selected.RoleTiles(64, 2, 3, 1, 64, 168)),
+    64: (RoleTiles(128, 1, 3, 2, 16, 128), RoleTiles(128, 2, 3, 2, 64, 168, 96)),
+    128: (RoleTiles(64, 2, 4, 2, 16, 168), RoleTiles(64, 2, 3, 1, 64, 168)),
 }
 
 
@@ -174,16 +177,16 @@ def test_selected_branch_with_warp_roles(
     tensors = inputs(case, torch.bfloat16)
     blocks = random_blocks(case, PAPER, seed=5).to(DEVICE)
     forward, backward = ROLES[case.key_dim]
-    monkeypatch.setattr(selected, "SORT_MIN_ROWS", 0)
-    monkeypatch.setattr(selected, "FORWARD_ROLES", (forward,) * 4)
-    monkeypatch.setattr(selected, "BACKWARD_ROLES", (backward,) * 4)
+    monkeypatch.setattr(list_calls, "SORT_MIN_ROWS", 0)
+    monkeypatch.setattr(selected_forward, "FORWARD_ROLES", (forward,) * 4)
+    monkeypatch.setattr(selected_backward, "BACKWARD_ROLES", (backward,) * 4)
     if torch.cuda.get_device_capability()[0] == 9:
-        monkeypatch.setattr(selected, "nsa_selected_forward", None)
-        monkeypatch.setattr(selected, "nsa_selected_backward", None)
+        monkeypatch.setattr(selected_forward, "nsa_selected_forward", None)
+        monkeypatch.setattr(selected_backward, "nsa_selected_backward", None)
     if rows_of_a_chunk is not None:
         row_bytes = case.kv_heads * case.group * PAPER.num_selected * case.key_dim * 2
-        monkeypatch.setattr(selected, "PART_BYTES", rows_of_a_chunk * row_bytes)
-        monkeypatch.setattr(selected, "PARTS_OF_Q", 0)
+        monkeypatch.setattr(chunks, "PART_BYTES", rows_of_a_chunk * row_bytes)
+        monkeypatch.setattr(chunks, "PARTS_OF_Q", 0)
     options = {"sel_block": 64, "q_start": 0}
 
     def attend(*x: Tensor) -> Tensor:
@@ -289,7 +292,7 @@ def test_partial_results_of_more_than_2_to_the_31_elements(monkeypatch: pytest.M
     """
     tokens, slots, case = 136_000, 16, Case(136_000, 16, 64, 64, 1)
     assert tokens * slots * case.group * case.key_dim > 2**31
-    monkeypatch.setattr(selected, "PART_BYTES", 1 << 40)
+    monkeypatch.setattr(chunks, "PART_BYTES", 1 << 40)
     assert_last_rows(case, slots)
 
 

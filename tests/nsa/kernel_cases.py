@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from nsa.ops.selected import triton as operator
-from nsa.ops.selected.triton import kernels as selected
+from nsa.ops.selected.triton.chunks import grid_of
 from tests.cases import Case, qkv, randn
 
 QKV = ("q", "k", "v")
@@ -98,7 +98,7 @@ def operator_calls() -> dict[str, tuple[object, ...]]:
     blocks[..., 1] = -1
     gates, window, chosen = randn(1, 6, 4, 3, seed=5), (0, 1, 1, 3, 0.25), (0, 4, 0, 0.25, True)
     # lists that a forward of so few queries leaves unwritten
-    lists = torch.zeros(selected.grid_of(q, v, blocks, 4).room, dtype=torch.int32)
+    lists = torch.zeros(grid_of(q, v, blocks, 4).room, dtype=torch.int32)
     kv, left = (
         [x + i for i in range(3) for x in (k, v)],
         [*(o + i for i in range(3)), *(lse + i for i in range(3)), lists],

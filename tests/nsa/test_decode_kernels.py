@@ -18,7 +18,7 @@ from nsa.ops import interval
 from nsa.ops.decode import kernels as decode
 from nsa.ops.interval import forward_kernels
 from nsa.ops.selected import triton as operator
-from nsa.ops.selected.triton import kernels as selected
+from nsa.routing.thresholds import SORT_MIN_ROWS
 from tests import oracle
 from tests.cases import (
     SMALL,
@@ -376,8 +376,4 @@ def test_few_queries_fit_one_tile(queries: int, heads: int, few: bool) -> None:
 
 
 def test_many_rows_are_served_as_before() -> None:
-    assert (
-        decode.few_rows(256)
-        and not decode.few_rows(265)
-        and not decode.few_rows(selected.SORT_MIN_ROWS)
-    )
+    assert decode.few_rows(256) and not decode.few_rows(265) and not decode.few_rows(SORT_MIN_ROWS)

@@ -14,8 +14,9 @@ from torch import Tensor
 
 from nsa import NSAConfig, nsa_attention
 from nsa.ops.kernels import products
+from nsa.ops.selected.triton import backward as selected_backward
 from nsa.ops.selected.triton import dense_tiles
-from nsa.ops.selected.triton import kernels as selected
+from nsa.ops.selected.triton import forward as selected_forward
 from nsa.ops.selected.triton.dense_tile_masks import TileMasks
 from nsa.ops.selected.triton.dense_tiles import NEVER, DenseTiles, TileLimits
 from nsa.oracle import attention
@@ -163,11 +164,11 @@ def test_a_row_without_a_key_is_exactly_zero() -> None:
     blocks[..., 1] = -1
     blocks[:, 0], blocks[:, 1] = -1, 2
     options: dict[str, Any] = {"sel_block": 8, "q_start": 0, "scale": 0.25}
-    o, lse = selected.forward(q, k, v, blocks, **options)
+    o, lse = selected_forward.forward(q, k, v, blocks, **options)
     assert not o[:, :2].any() and bool(lse[:, :2].isneginf().all())
     assert bool(lse[:, 2:].isfinite().all())
     do = randn(*o.shape, seed=4)
-    dq, dk, dv = selected.backward(
+    dq, dk, dv = selected_backward.backward(
         do, q, k, v, blocks, lse, products.row_products(o, do), **options
     )
     assert not dq[:, :2].any() and all(bool(x.isfinite().all()) for x in (dq, dk, dv))

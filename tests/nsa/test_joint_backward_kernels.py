@@ -26,8 +26,9 @@ from nsa.ops.interval import (
 )
 from nsa.ops.interval import merged_backward_kernels as merged
 from nsa.ops.kernels import common
-from nsa.ops.selected.triton import dense_tiles
-from nsa.ops.selected.triton import kernels as selected
+from nsa.ops.selected.triton import backward as selected_backward
+from nsa.ops.selected.triton import chunks, dense_tiles, list_calls
+from nsa.ops.selected.triton import forward as selected_forward
 from tests import oracle
 from tests.cases import SMALL, assert_parity, assert_same_function, randn
 from tests.nsa.kernel_cases import (
@@ -81,11 +82,12 @@ def gradients(of: Callable[..., Tensor], given: list[Tensor]) -> list[Tensor]:
 def by(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """Which kernels serve the selected branch; of lists, several chunks."""
     if request.param == "lists":
-        monkeypatch.setattr(selected, "SORT_MIN_ROWS", 0)
-        monkeypatch.setattr(selected, "PARTS_OF_Q", 0)
-        monkeypatch.setattr(selected, "PART_BYTES", 40 * 3 * SMALL.num_selected * 20 * 4)
+        monkeypatch.setattr(list_calls, "SORT_MIN_ROWS", 0)
+        monkeypatch.setattr(chunks, "PARTS_OF_Q", 0)
+        monkeypatch.setattr(chunks, "PART_BYTES", 40 * 3 * SMALL.num_selected * 20 * 4)
     if request.param == "tiles":
-        monkeypatch.setattr(selected, "Lists", None)  # so that whatever sorts fails
+        for module in (selected_forward, selected_backward):
+            monkeypatch.setattr(module, "Lists", None)  # so that whatever sorts fails
         monkeypatch.setattr(dense_tiles, "MIN_ROWS", 0)
         always = dense_tiles.TileLimits(1e9, 1 << 40)
         monkeypatch.setattr(dense_tiles, "FORWARD_LIMITS", (always,) * 4)

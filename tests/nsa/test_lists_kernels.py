@@ -12,8 +12,11 @@ from torch import Tensor
 
 from nsa import NSAConfig, nsa_attention
 from nsa.ops.kernels import common, products
-from nsa.ops.selected.triton import kernels as selected
+from nsa.ops.selected.triton import backward as selected_backward
+from nsa.ops.selected.triton import chunks
+from nsa.ops.selected.triton import forward as selected_forward
 from nsa.ops.selected.triton.block_lists import Grid, Lists
+from nsa.ops.selected.triton.chunks import grid_of
 from nsa.routing.thresholds import COPY_MIN_ELEMENTS
 from tests.cases import SMALL, Case, qkv, randn, random_blocks
 from tests.nsa.kernel_cases import poisoned_memory  # noqa: F401
@@ -107,11 +110,15 @@ def gradients(lists: bool, **options: Any) -> list[Tensor]:
     where: dict[str, Any] = {"sel_block": SMALL.sel_block, "q_start": 0, "scale": 0.25, **options}
     memory = None
     if lists:
-        room = selected.grid_of(q, v, blocks, SMALL.sel_block).room
+        room = grid_of(q, v, blocks, SMALL.sel_block).room
         memory = torch.empty(room, dtype=torch.int32)
-    o, lse = selected.forward(q, k, v, blocks, by_row=False, lists=memory, **where)
+    o, lse = selected_forward.forward(q, k, v, blocks, by_row=False, lists=memory, **where)
     delta = products.row_products(o, do)
-    return [o, lse, *selected.backward(do, q, k, v, blocks, lse, delta, lists=memory, **where)]
+    return [
+        o,
+        lse,
+        *selected_backward.backward(do, q, k, v, blocks, lse, delta, lists=memory, **where),
+    ]
 
 
 @pytest.mark.parametrize(("batch", "tokens"), [(1, 65_536), (1, 21_846), (3, 30_000), (1, 100)])
@@ -120,7 +127,7 @@ def test_chunks_are_of_one_size_and_no_more_than_needed(batch: int, tokens: int)
     q, v = (torch.empty(batch, tokens, n, 64, dtype=torch.half, device="meta") for n in (12, 2))
     blocks = torch.empty(batch, tokens, 2, 16, dtype=torch.int32, device="meta")
     step, most = (
-        selected.grid_of(q, v, blocks, 64).rows_per_chunk,
+        grid_of(q, v, blocks, 64).rows_per_chunk,
         (512 << 20) // (16 * 12 * 64 * 2),
     )
     chunks = -(-batch * tokens // step)
@@ -134,8 +141,8 @@ def test_no_bit_depends_on_who_made_the_lists(
 ) -> None:
     """Counted or sorted, the forward's or the backward's own."""
     if chunk is not None:
-        monkeypatch.setattr(selected, "PARTS_OF_Q", 0)
-        monkeypatch.setattr(selected, "PART_BYTES", chunk * SMALL.num_selected * 4 * 16 * 4)
+        monkeypatch.setattr(chunks, "PARTS_OF_Q", 0)
+        monkeypatch.setattr(chunks, "PART_BYTES", chunk * SMALL.num_selected * 4 * 16 * 4)
     shared, own = gradients(True), gradients(False)
     monkeypatch.setattr(Grid, "is_counted", False)
     for found in (own, gradients(True), gradients(False)):
@@ -148,7 +155,7 @@ def test_the_backward_makes_no_lists_where_the_forward_left_some(
 ) -> None:
     made: list[int] = []
     of = Lists.of
-    monkeypatch.setattr(selected.Lists, "of", lambda *x, **o: (made.append(1), of(*x, **o))[1])
+    monkeypatch.setattr(Lists, "of", lambda *x, **o: (made.append(1), of(*x, **o))[1])
     gradients(True)
     assert len(made) == 1
     gradients(False)

@@ -17,7 +17,8 @@ from nsa.ops import (
     means,  # noqa: F401
     scores,  # noqa: F401
 )
-from nsa.ops.selected.triton import kernels as selected
+from nsa.ops.selected.triton import forward as selected_forward
+from nsa.ops.selected.triton import list_calls
 from tests.cases import Case, assert_same_function, qkv, randn
 from tests.nsa.kernel_cases import (
     attend,
@@ -56,12 +57,12 @@ def test_the_operators_keep_what_their_schemas_promise(name: str) -> None:
 
 @pytest.mark.parametrize("name", ["selected_triton", "selected_triton_backward"])
 def test_so_do_operators_that_keep_lists(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(selected, "SORT_MIN_ROWS", 0)
+    monkeypatch.setattr(list_calls, "SORT_MIN_ROWS", 0)
     inputs = list(differentiable(name))
     if name == "selected_triton_backward":
         q, k, v, blocks, _, _, sel_block, _, _, _ = inputs[4:]
         options = {"sel_block": sel_block, "q_start": 0, "scale": 0.25, "lists": inputs[3]}
-        selected.forward(q.detach(), k.detach(), v.detach(), blocks, **options)
+        selected_forward.forward(q.detach(), k.detach(), v.detach(), blocks, **options)
     torch.library.opcheck(getattr(torch.ops.nsa, name).default, tuple(inputs))
 
 

@@ -24,7 +24,7 @@ from nsa.model import TinyLM
 from nsa.ops import paged
 from nsa.ops.decode import kernels as decode
 from nsa.ops.decode_step import Projected
-from nsa.ops.decode_step import kernels as step_kernels
+from nsa.ops.decode_step import launches as step_launches
 from nsa.routing import ONE_STEP
 from tests import oracle
 from tests.cases import SMALL, assert_parity, randn
@@ -225,7 +225,7 @@ def test_a_step_of_any_layer_is_that_over_contiguous_rows(
     """Rows that begin alike, so that the host knows one position for all; then of two lengths.
     Tiles of a page, which a window of whole pages has in each lap of its ring.
     """
-    monkeypatch.setattr(step_kernels, "TILES", ((PAGE, 4, 3),) * 4)
+    monkeypatch.setattr(step_launches, "TILES", ((PAGE, 4, 3),) * 4)
     twin = Twin(config, 2, dtype=dtype)
     twin.join(), twin.join()
     twin.step(1)

@@ -11,7 +11,10 @@ import torch
 from torch import Tensor
 
 from nsa.ops.kernels import products
-from nsa.ops.selected.triton import kernels as selected
+from nsa.ops.selected.triton import backward as selected_backward
+from nsa.ops.selected.triton import chunks, list_calls
+from nsa.ops.selected.triton import forward as selected_forward
+from nsa.ops.selected.triton.tile_sizes import Tiles
 from tests import oracle
 from tests.cases import (
     SMALL,
@@ -37,14 +40,14 @@ from tests.nsa.kernel_cases import (
 def forward(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """Which kernel the forward takes; in chunks, the backward too."""
     if request.param != "query-outer":
-        monkeypatch.setattr(selected, "SORT_MIN_ROWS", 0)
+        monkeypatch.setattr(list_calls, "SORT_MIN_ROWS", 0)
     return str(request.param)
 
 
 def chunks_of(rows: int, case: Case, num_slots: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """``rows`` (b, t) a chunk of the narrower of K and V, fewer of the wider."""
     row_bytes = case.kv_heads * num_slots * case.group * min(case.key_dim, case.value_dim) * 4
-    monkeypatch.setattr(selected, "PART_BYTES", rows * row_bytes)
+    monkeypatch.setattr(chunks, "PART_BYTES", rows * row_bytes)
 
 
 def assert_selected(
@@ -110,10 +113,15 @@ def test_runs_of_one_block_over_many_tiles(segments: int) -> None:
         .values.masked_fill_((blocks < 0).sort(-1).values, -1)
         .int()
     )
-    tiles, do = selected.Tiles(16, 1, segments), randn(1, 40, 6, 32, seed=4)
+    tiles, do = Tiles(16, 1, segments), randn(1, 40, 6, 32, seed=4)
     options = {"sel_block": 8, "q_start": 0, "scale": scale, "tiles": tiles}
-    o, lse = selected.forward(q, k, v, blocks, by_row=False, **options)
-    got = (o, *selected.backward(do, q, k, v, blocks, lse, products.row_products(o, do), **options))
+    o, lse = selected_forward.forward(q, k, v, blocks, by_row=False, **options)
+    got = (
+        o,
+        *selected_backward.backward(
+            do, q, k, v, blocks, lse, products.row_products(o, do), **options
+        ),
+    )
     leaves = [x.double().requires_grad_() for x in (q, k, v)]
     want = oracle.selected(*leaves, blocks, sel_block=8, scale=scale)
     for what, a, b in zip(
@@ -128,7 +136,7 @@ def test_runs_of_one_block_over_many_tiles(segments: int) -> None:
 def test_three_runs_are_bitwise_equal(monkeypatch: pytest.MonkeyPatch) -> None:
     case = Case(12, 3, 16, 24, 1)
     blocks = random_blocks(case, SMALL, seed=6)
-    monkeypatch.setattr(selected, "SORT_MIN_ROWS", 0)
+    monkeypatch.setattr(list_calls, "SORT_MIN_ROWS", 0)
     chunks_of(5, case, blocks.shape[-1], monkeypatch)
     first, *others = (run(lambda *x: attend(*x, blocks), qkv(case)) for _ in range(3))
     for other in others:

@@ -126,7 +126,9 @@ SAME = """
 import torch
 from nsa import settings
 from nsa.ops.interval import forward_kernels
-from nsa.ops.selected.triton import kernels as selected
+from nsa.ops.selected.triton import list_calls
+from nsa.ops.selected.triton.block_lists import Lists
+from nsa.ops.selected.triton.forward import forward as selected_forward
 from tests.cases import Case, SMALL, qkv, random_blocks
 from tests.interpreter import patch_language_once
 patch_language_once()
@@ -134,14 +136,14 @@ torch.set_num_threads(1)
 case = Case(70, 2, 16, 16, 1)
 q, k, v = qkv(case)
 blocks = random_blocks(case, SMALL, seed=3)
-selected.SORT_MIN_ROWS = 0  # so few queries would not be sorted
-sorted_, of = [], selected.Lists.of
+list_calls.SORT_MIN_ROWS = 0  # so few queries would not be sorted
+sorted_, of = [], Lists.of
 window = {"first": None, "block": 1, "stride": 1, "width": 24, "q_start": 0, "scale": 0.25}
-selected.Lists.of = lambda *given, **full: sorted_.append(given) or of(*given, **full)
+Lists.of = lambda *given, **full: sorted_.append(given) or of(*given, **full)
 
 def both(**variables):
     settings.current = lambda: settings.load(variables)
-    sel = selected.forward(q, k, v, blocks, sel_block=SMALL.sel_block, q_start=0, scale=0.25)
+    sel = selected_forward(q, k, v, blocks, sel_block=SMALL.sel_block, q_start=0, scale=0.25)
     return [*sel, *forward_kernels.forward(q, k, v, **window)]
 
 whole, count = both(), len(sorted_)

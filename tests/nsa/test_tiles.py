@@ -11,7 +11,7 @@ import torch
 
 from nsa.ops.interval import tile_sizes
 from nsa.ops.kernels import common, tiles
-from nsa.ops.selected.triton import kernels as selected
+from nsa.ops.selected.triton import tile_sizes as selected_sizes
 from nsa.routing.cards import CARDS, HOPPER, LEAST, card_class, selected_backward_bytes
 from perfbench.codegen.baseline import read_baseline_file
 from tests.nsa.tile_build import SHAPES, TILED
@@ -86,7 +86,7 @@ def test_what_was_compiled_for_the_matrices_fits_as_it_was_reckoned(
     )
     heads = {"A": 12, "B": 64}[shape]
     q = torch.zeros(1, 1, heads, dim, dtype=torch.bfloat16)
-    rows = selected._backward_tiles(q, dim, 64, 6 if shape == "A" else 16).M
+    rows = selected_sizes.backward_tiles(q, dim, 64, 6 if shape == "A" else 16).M
     assert selected_backward_bytes(rows, 64, dim, dim, 2) == code.shared <= SHARED_BYTES[arch]
     spilling = {
         str(one): code.stack
@@ -103,10 +103,10 @@ def test_cards_that_give_as_much_as_the_measured_one_keep_its_tiles(on: object) 
         for kernel, table in tile_sizes.TILES.items():
             for width in (None, 512):
                 assert tile_sizes.tiles_of(kernel, q, 128, width) == table[1][width is not None]
-        assert selected._backward_tiles(q, 128, 64, 16) is selected.BACKWARD[1]
+        assert selected_sizes.backward_tiles(q, 128, 64, 16) is selected_sizes.BACKWARD[1]
         assert (
-            selected._of_class("selected_forward", selected.FORWARD, q, 128)
-            is (selected.FORWARD[1])
+            selected_sizes.tiles_of("selected_forward", selected_sizes.FORWARD, q, 128)
+            is (selected_sizes.FORWARD[1])
         )
         assert all(
             tiles.smaller(kernel, of_class, q.device) == {}
@@ -121,11 +121,11 @@ def test_cards_that_give_less_take_other_tiles(on: object) -> None:
     wide = torch.zeros(1, 1, 16, 192, dtype=torch.bfloat16)
     on((8, 9))  # type: ignore[operator]
     assert tile_sizes.tiles_of("backward_q", q, 128, None)["BM"] == 64
-    assert selected._backward_tiles(wide, 128, 64, 16).M == 16
-    assert selected._backward_tiles(wide, 128, 64, 32).M == 32, "a query's heads share a tile"
+    assert selected_sizes.backward_tiles(wide, 128, 64, 16).M == 16
+    assert selected_sizes.backward_tiles(wide, 128, 64, 32).M == 32, "a query's heads share a tile"
     on((8, 0))  # type: ignore[operator]
-    assert selected._backward_tiles(wide, 128, 64, 16).M == 32
-    assert selected._backward_tiles(wide, 128, 64, 16).segments == selected.BACKWARD[2].segments
+    of_wide = selected_sizes.backward_tiles(wide, 128, 64, 16)
+    assert of_wide.M == 32 and of_wide.segments == selected_sizes.BACKWARD[2].segments
     on((10, 0))  # type: ignore[operator]
     assert tile_sizes.tiles_of("backward_q", q, 128, None) == tile_sizes.TILES["backward_q"][1][0]
     assert tiles.smaller("selected_backward", 0, q.device)["num_warps"] == 8

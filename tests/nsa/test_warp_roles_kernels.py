@@ -12,15 +12,18 @@ import torch
 from torch import Tensor
 
 from nsa.ops.kernels import products
-from nsa.ops.selected.triton import kernels as selected
+from nsa.ops.selected.triton import backward as selected_backward
+from nsa.ops.selected.triton import chunks
+from nsa.ops.selected.triton import forward as selected_forward
+from nsa.ops.selected.triton.tile_sizes import RoleTiles
 from tests import oracle
 from tests.cases import randn
 from tests.nsa import warp_roles_machine as machine
 from tests.nsa.kernel_cases import poisoned_memory  # noqa: F401
 
 NAMES = ("nsa_selected_forward_roles", "nsa_selected_backward_roles")
-ONE_GROUP = selected.RoleTiles(64, 1, 3, 1, 4, 128)
-TWO_GROUPS = selected.RoleTiles(64, 2, 4, 2, 4, 168)
+ONE_GROUP = RoleTiles(64, 1, 3, 1, 4, 128)
+TWO_GROUPS = RoleTiles(64, 2, 4, 2, 4, 168)
 SCALE = 0.3
 ROWS_OF_A_CHUNK = 31
 CASES = pytest.mark.parametrize(
@@ -52,8 +55,8 @@ def inputs(
     """
     tokens, slots = 67, 3
     keys = tokens + (0 if isinstance(start, int) else 70)
-    monkeypatch.setattr(selected, "PART_BYTES", ROWS_OF_A_CHUNK * 2 * slots * heads * 64 * 2)
-    monkeypatch.setattr(selected, "PARTS_OF_Q", 0)
+    monkeypatch.setattr(chunks, "PART_BYTES", ROWS_OF_A_CHUNK * 2 * slots * heads * 64 * 2)
+    monkeypatch.setattr(chunks, "PARTS_OF_Q", 0)
     q = randn(batch, tokens, 2 * heads, 64, seed=1).half()
     k, v = (randn(batch, keys, 2, 64, seed=n).half() for n in (2, 3))
     g = torch.Generator().manual_seed(3)
@@ -67,7 +70,7 @@ def inputs(
 
 @CASES
 def test_kernels_with_warp_roles(
-    tiles: selected.RoleTiles,
+    tiles: RoleTiles,
     batch: int,
     heads: int,
     start: int | Tensor,
@@ -75,10 +78,10 @@ def test_kernels_with_warp_roles(
 ) -> None:
     q, k, v, blocks = inputs(batch, heads, start, monkeypatch)
     options = {"sel_block": 64, "q_start": start, "scale": SCALE}
-    o, lse = selected.forward(q, k, v, blocks, by_row=False, tiles=tiles, **options)
+    o, lse = selected_forward.forward(q, k, v, blocks, by_row=False, tiles=tiles, **options)
     do = randn(*o.shape, seed=4).half()
     delta = products.row_products(o, do)
-    got = (o, *selected.backward(do, q, k, v, blocks, lse, delta, tiles=tiles, **options))
+    got = (o, *selected_backward.backward(do, q, k, v, blocks, lse, delta, tiles=tiles, **options))
     leaves = [x.double().requires_grad_() for x in (q, k, v)]
     want = oracle.selected(*leaves, blocks, **options)
     gradients = torch.autograd.grad(want, leaves, do.double())
@@ -90,7 +93,7 @@ def test_kernels_with_warp_roles(
 def test_rows_that_a_swizzle_does_not_hold_are_refused() -> None:
     q, kv = torch.zeros(1, 3, 4, 60, dtype=torch.float16), torch.zeros(1, 3, 2, 60)
     with pytest.raises(ValueError, match=r"roles want rows of 64 or 128 .* give Tiles, or none"):
-        selected.forward(
+        selected_forward.forward(
             q,
             kv.half(),
             kv.half(),

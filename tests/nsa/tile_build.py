@@ -17,7 +17,9 @@ from triton.runtime.jit import JITFunction
 from nsa.ops.interval import backward as interval_backward
 from nsa.ops.interval import forward_kernels as interval_forward
 from nsa.ops.scores import kernels as scores
-from nsa.ops.selected.triton import kernels as selected
+from nsa.ops.selected.triton import backward as selected_backward
+from nsa.ops.selected.triton import forward as selected_forward
+from nsa.ops.selected.triton.tile_sizes import backward_tiles
 from perfbench.worker.codegen.cases import GEOMETRIES, on_card
 from perfbench.worker.codegen.cubin import read_cubin
 from perfbench.worker.codegen.recording import AbsentGpu
@@ -81,9 +83,9 @@ def everything(shape: str) -> None:
     chosen = {"block": 32, "stride": 16, "sel_block": 64, "num_selected": 16, "kv_len": TOKENS}
     blocks = scores.choose(q, kv[0], lse, num_initial=1, num_local=2, first=None, **chosen, **where)
     for by_row in (True, False):
-        selected.forward(q, *kv, blocks, sel_block=64, by_row=by_row, **where)
-    by_lists = selected._backward_tiles(q, DV, 64, H)
-    selected.backward(do, q, *kv, blocks, lse, lse, sel_block=64, tiles=by_lists, **where)
+        selected_forward.forward(q, *kv, blocks, sel_block=64, by_row=by_row, **where)
+    by_lists = backward_tiles(q, DV, 64, H)
+    selected_backward.backward(do, q, *kv, blocks, lse, lse, sel_block=64, tiles=by_lists, **where)
 
 
 if __name__ == "__main__":

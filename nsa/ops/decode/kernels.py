@@ -491,7 +491,7 @@ def selected(
     per_split: int | None = None,
     tiles: tuple[int, int] | None = None,
 ) -> None:
-    """As `nsa.ops.selected.triton.kernels.forward`, of `few_rows`, into contiguous (o, lse); blocks
+    """As `nsa.ops.selected.triton.forward.forward`, of `few_rows`, into contiguous (o, lse); blocks
     are contiguous, too.
     """
     (B, T), G, N = q.shape[:2], v.shape[2], blocks.shape[3]

@@ -1,4 +1,4 @@
-"""The operator of ``nsa.ops.decode_step.kernels``. No gradient."""
+"""The operator of ``nsa.ops.decode_step.launches``. No gradient."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def attend(
 
 
 def _run(*arguments: Any) -> tuple[Tensor, Tensor]:
-    from nsa.ops.decode_step import kernels
+    from nsa.ops.decode_step import launches
 
     *projected, tensors, tables, sizes, scale, temperature = arguments
     grid, rope = sizes[:6], sizes[6]
@@ -47,8 +47,8 @@ def _run(*arguments: Any) -> tuple[Tensor, Tensor]:
         pages = StepPages(sel, win, raw, cmp, seq_lens, last, RowRoom(*sizes[7:]))
     x, buffers = Projected(*projected), Buffers(*tensors)
     geometry = StepGeometry(*(*grid, scale, temperature, _ROPES[rope]))
-    q, gates = kernels.append(x, buffers, geometry, pages)
-    return kernels.attend(q, gates, x.position, buffers, geometry, pages)
+    q, gates = launches.append(x, buffers, geometry, pages)
+    return launches.attend(q, gates, x.position, buffers, geometry, pages)
 
 
 def _fake(q: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:

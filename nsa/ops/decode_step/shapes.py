@@ -1,6 +1,8 @@
 """What a fused decode step takes.
 
-B batch, Q query heads, G kv heads, D head dim, P = D / 2 pairs.
+Letters of this folder: B batch, Q query heads, G kv heads, H query heads per kv head, D head dim,
+P = D / 2 pairs, l compressed block, d its stride, w rows of the window's ring, C compressed keys, J
+blocks, N slots.
 """
 
 from __future__ import annotations

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from nsa.ops.interval import merged_backward_kernels as merged
 from nsa.ops.interval import parts
-from nsa.ops.selected.triton import kernels as selected
+from nsa.ops.selected.triton import backward as selected_backward
 
 KV = tuple[Tensor, Tensor]
 
@@ -30,7 +30,7 @@ class Geometry:
     scale: float
     q_start: int | Tensor
     first: Tensor | None
-    num_full_rows: int  # as `full` of `nsa.ops.selected.triton.kernels.forward`
+    num_full_rows: int  # as `full` of `nsa.ops.selected.triton.forward.forward`
     win_begin: int = 0
 
 
@@ -51,7 +51,7 @@ def backward(
 
     ``do`` is contiguous, ``delta`` and ``lse_gated`` fp32 [3, B, T, Q] as
     `nsa.ops.kernels.products.gate_products` has them: no gate may be below 0. ``lists`` as of
-    `nsa.ops.selected.triton.kernels.backward`.
+    `nsa.ops.selected.triton.backward.backward`.
     """
     at = geometry
     where: dict[str, Any] = {
@@ -66,7 +66,7 @@ def backward(
     of_two = (do, q, cmp, win, (lse_gated[0], lse_gated[2]), (delta[0], delta[2]))
     dq, sums = merged.backward_q_of_two(*of_two, **where), parts.Sums()
     d_cmp, d_win = merged.backward_kv_of_two(*of_two, sums=sums, **where)
-    _, *d_sel = selected.backward(
+    _, *d_sel = selected_backward.backward(
         do,
         q,
         *sel,

@@ -141,7 +141,7 @@ def _backward(
     scale: float,
 ) -> tuple[Tensor, ...]:
     from nsa.ops.joint_backward import kernels
-    from nsa.ops.selected.triton import kernels as selected
+    from nsa.ops.selected.triton import list_calls
 
     k_cmp, v_cmp, k_sel, v_sel, k_win, v_win = kv
     q_start, block, stride, sel_block, window, num_full_rows, win_begin = sizes
@@ -165,7 +165,7 @@ def _backward(
         delta,
         lse_gated,
         geometry,
-        selected.lists_left(lists.contiguous(), q, v_sel, blocks, sel_block, scale),
+        list_calls.lists_left(lists.contiguous(), q, v_sel, blocks, sel_block, scale),
     )
 
 

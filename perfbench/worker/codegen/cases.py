@@ -24,7 +24,12 @@ from nsa.ops.learned_phi import backward as phi_backward
 from nsa.ops.learned_phi import forward_kernels as phi_forward
 from nsa.ops.means import kernels as means
 from nsa.ops.scores import kernels as scores
-from nsa.ops.selected.triton import kernels as selected
+from nsa.ops.selected.triton import backward as selected_backward
+from nsa.ops.selected.triton import dense_tiles
+from nsa.ops.selected.triton import forward as selected_forward
+from nsa.ops.selected.triton import tile_sizes as selected_sizes
+from nsa.ops.selected.triton.block_lists import Lists
+from nsa.ops.selected.triton.tile_sizes import RoleTiles
 from perfbench.worker.codegen import decode_cases
 from perfbench.worker.codegen.builds import SHAPES, CodeShape
 
@@ -38,12 +43,12 @@ GEOMETRIES: dict[str, dict[str, Any]] = {
 CHOSEN: dict[str, Any] = {"block": 32, "stride": 16, "sel_block": 64, "num_selected": 16}
 # What is in use, and what else fits an SM 9.0 without spills; by the width of keys.
 FORWARD_ROLES = {
-    64: (*filter(None, selected.FORWARD_ROLES[:1]), selected.RoleTiles(128, 2, 4, 2, 16, 168)),
-    128: (selected.RoleTiles(64, 1, 3, 1, 16, 128), selected.RoleTiles(64, 2, 4, 2, 16, 168)),
+    64: (*filter(None, selected_sizes.FORWARD_ROLES[:1]), RoleTiles(128, 2, 4, 2, 16, 168)),
+    128: (RoleTiles(64, 1, 3, 1, 16, 128), RoleTiles(64, 2, 4, 2, 16, 168)),
 }
 BACKWARD_ROLES = {
-    64: (*filter(None, selected.BACKWARD_ROLES[:1]),),
-    128: (*filter(None, selected.BACKWARD_ROLES[1:2]),),
+    64: (*filter(None, selected_sizes.BACKWARD_ROLES[:1]),),
+    128: (*filter(None, selected_sizes.BACKWARD_ROLES[1:2]),),
 }
 COMPRESSED_ROLES = {
     64: (*filter(None, INTERVAL_ROLES[:1]), RoleSizes(64, 3, 2, 80, 112)),
@@ -137,16 +142,16 @@ def training(shape: CodeShape, at: At) -> None:
     blocks = scores.choose(q, compressed[0], lse, **CHOSEN, **of_choice, **where)
     options = {"sel_block": 64, **where}
     at("rows")
-    selected.forward(q, k, v, blocks, by_row=True, **options)
+    selected_forward.forward(q, k, v, blocks, by_row=True, **options)
     at("lists")
-    o, lse = selected.forward(q, k, v, blocks, by_row=False, **options)
+    o, lse = selected_forward.forward(q, k, v, blocks, by_row=False, **options)
     # without tiles so few rows go by dense ones
-    by_lists = selected._backward_tiles(q, shape.value_dim, 64, shape.heads)
-    selected.backward(do, q, k, v, blocks, lse, lse, tiles=by_lists, **options)
-    selected.Lists.of(blocks, TOKENS // 64, batch * TOKENS, full=0, counted=False)
+    by_lists = selected_sizes.backward_tiles(q, shape.value_dim, 64, shape.heads)
+    selected_backward.backward(do, q, k, v, blocks, lse, lse, tiles=by_lists, **options)
+    Lists.of(blocks, TOKENS // 64, batch * TOKENS, full=0, counted=False)
     at("tiles")
-    o, lse = selected.dense_tiles.forward(q, k, v, blocks, **options)
-    selected.dense_tiles.backward(do, q, k, v, blocks, lse, lse, **options)
+    o, lse = dense_tiles.forward(q, k, v, blocks, **options)
+    dense_tiles.backward(do, q, k, v, blocks, lse, lse, **options)
     at("means")
     of_means: dict[str, Any] = {"block": 32, "stride": 16}
     means.backward(*means.forward(k, v, **of_means), tokens=TOKENS, **of_means)
@@ -223,10 +228,10 @@ def warp_roles(shape: CodeShape, at: At) -> None:
     options: dict[str, Any] = {"sel_block": 64, "q_start": 0, "scale": 0.1}
     for tile in FORWARD_ROLES[shape.key_dim]:
         at(f"roles.{tile.M}x{tile.groups}")
-        selected.forward(q, k, v, blocks, by_row=False, tiles=tile, **options)
+        selected_forward.forward(q, k, v, blocks, by_row=False, tiles=tile, **options)
     for tile in BACKWARD_ROLES[shape.key_dim]:
         at(f"roles.{tile.M}x{tile.groups}")
-        selected.backward(do, q, k, v, blocks, lse, lse, tiles=tile, **options)
+        selected_backward.backward(do, q, k, v, blocks, lse, lse, tiles=tile, **options)
 
 
 def decoding(shape: CodeShape, at: At, *, many_rows: bool) -> None:
@@ -256,7 +261,7 @@ def decoding(shape: CodeShape, at: At, *, many_rows: bool) -> None:
             for slots in (16, 512):  # one slot a split, and several
                 at(f"decode{queries}.slots{slots}.of{batch}")
                 blocks = torch.zeros(batch, queries, shape.groups, slots, dtype=torch.int32)
-                selected.forward(q, k, v, blocks, sel_block=64, **where)
+                selected_forward.forward(q, k, v, blocks, sel_block=64, **where)
 
 
 def tensors(

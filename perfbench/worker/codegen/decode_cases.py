@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from nsa.ops import decode_step, paged
-from nsa.ops.decode_step import kernels as step_kernels
+from nsa.ops.decode_step import launches as step_launches
 from nsa.ops.linear_step import kernels as linear
 from perfbench.worker.codegen.builds import CodeShape
 
@@ -47,8 +47,8 @@ def stepping(shape: CodeShape, at: Callable[[str], None], *, in_pages: bool = Fa
         pages = None
         if in_pages:
             buffers, pages = _in_pages(shape, batch, held)
-        q, made = step_kernels.append(projected, buffers, geometry, pages)
-        step_kernels.attend(q, made, projected.position, buffers, geometry, pages)
+        q, made = step_launches.append(projected, buffers, geometry, pages)
+        step_launches.attend(q, made, projected.position, buffers, geometry, pages)
 
 
 def linear_layers(shape: CodeShape, at: Callable[[str], None]) -> None:

@@ -117,7 +117,7 @@ def forward(
     q_start: int | Tensor,
     scale: float,
 ) -> None:
-    """As `nsa.ops.selected.triton.kernels.forward`, into contiguous (o, lse); blocks are
+    """As `nsa.ops.selected.triton.forward.forward`, into contiguous (o, lse); blocks are
     contiguous, last dimensions too.
     """
     (B, T, HQ, D), (S, G, DV), N = q.shape, v.shape[1:], blocks.shape[3]

@@ -161,7 +161,7 @@ def forward(
     scale: float,
     tiles: DenseTiles | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """As `nsa.ops.selected.triton.kernels.forward`, of ``scale`` above 0 and at least one key and
+    """As `nsa.ops.selected.triton.forward.forward`, of ``scale`` above 0 and at least one key and
     one slot. Keys that another query of a tile chose must be finite, too.
     """
     q, k, v, blocks = rows(q), rows(k), rows(v), blocks.contiguous()
@@ -229,7 +229,7 @@ def backward(
     sums: parts.Sums | None = None,
     tiles: DenseTiles | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """As `nsa.ops.selected.triton.kernels.backward`, under the conditions of `forward`."""
+    """As `nsa.ops.selected.triton.backward.backward`, under the conditions of `forward`."""
     q, k, v, blocks = rows(q), rows(k), rows(v), blocks.contiguous()
     (B, T, HQ, D), (S, G, DV) = q.shape, v.shape[1:]
     adds = dq is not None

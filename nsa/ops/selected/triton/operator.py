@@ -1,4 +1,4 @@
-"""The operator of ``nsa.ops.selected.triton.kernels`` and its gradient.
+"""The operator of ``nsa.ops.selected.triton.forward`` and its gradient, of ``backward``.
 
 B batch, T query tokens, S key tokens, Q query heads, G kv heads, N blocks a row, D head dim.
 """
@@ -49,9 +49,9 @@ def attend(
 
 
 def _leaves_lists(q: Tensor, v: Tensor, blocks: Tensor, sel_block: int, scale: float) -> bool:
-    from nsa.ops.selected.triton import kernels
+    from nsa.ops.selected.triton import list_calls
 
-    return kernels.leaves_lists(q, v, blocks, sel_block, scale)
+    return list_calls.leaves_lists(q, v, blocks, sel_block, scale)
 
 
 def _forward(
@@ -66,11 +66,11 @@ def _forward(
     scale: float,
     keeps: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    from nsa.ops.selected.triton import kernels
+    from nsa.ops.selected.triton import forward
 
     at = q_start if q_starts is None else q_starts
     lists = _room(q, v, blocks, sel_block, keeps)
-    o, lse = kernels.forward(
+    o, lse = forward.forward(
         q,
         k,
         v,
@@ -85,9 +85,9 @@ def _forward(
 
 
 def _room(q: Tensor, v: Tensor, blocks: Tensor, sel_block: int, keeps: bool) -> Tensor:
-    from nsa.ops.selected.triton import kernels
+    from nsa.ops.selected.triton import chunks
 
-    size = kernels.grid_of(q, v, blocks, sel_block).room if keeps else 0
+    size = chunks.grid_of(q, v, blocks, sel_block).room if keeps else 0
     return q.new_empty(size, dtype=torch.int32)
 
 
@@ -115,10 +115,10 @@ def _backward(
     keeps: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
     from nsa.ops.kernels import products
-    from nsa.ops.selected.triton import kernels
+    from nsa.ops.selected.triton import backward, list_calls
 
     do, at = do.contiguous(), q_start if q_starts is None else q_starts
-    return kernels.backward(
+    return backward.backward(
         do,
         q,
         k,
@@ -130,7 +130,7 @@ def _backward(
         q_start=at,
         scale=scale,
         full=full,
-        lists=kernels.lists_left(lists, q, v, blocks, sel_block, scale),
+        lists=list_calls.lists_left(lists, q, v, blocks, sel_block, scale),
     )
 
 

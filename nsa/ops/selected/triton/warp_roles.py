@@ -1,8 +1,9 @@
-"""The parts of `nsa.ops.selected.triton.kernels` on Hopper, with a role for each warp group: one
+"""The parts of the selected branch by lists on Hopper, with a role for each warp group: one
 fetches rows of queries, the others multiply them with the block that chose them.
 
-Letters as there, where `nsa_selected_forward` and `nsa_selected_backward` compute the same parts on
-any card. Written in Gluon, which names the layouts, the barriers and the warps of each role.
+Letters as in `nsa.ops.selected.triton.entries`; `nsa_selected_forward` and `nsa_selected_backward`
+compute the same parts on any card. Written in Gluon, which names the layouts, the barriers and the
+warps of each role.
 """
 
 from __future__ import annotations
