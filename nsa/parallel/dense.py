@@ -15,10 +15,9 @@ from nsa import dispatch
 from nsa.dense import DenseAttention
 from nsa.functional import capability_of
 from nsa.parallel.gather import Gathering, OwnItems
-from nsa.parallel.halo import halves
 from nsa.parallel.layout import ShardedLayout, check_served
 from nsa.parallel.rotation import rotated_parts
-from nsa.parallel.zigzag import Zigzag
+from nsa.parallel.zigzag import Zigzag, halves
 from nsa.rope import rotate
 from nsa.routing import route_dense
 from nsa.shared_positions import Layout

@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from nsa.parallel.words import copy_words
-from nsa.parallel.zigzag import holder
+from nsa.parallel.zigzag import halves, holder
 
 Range = tuple[int, int]
 # torch 2.13 renamed it, and warns at each call by the old name; 2.11 knows that one alone
@@ -101,7 +101,8 @@ class WantedItems:
             for part, (first, last) in zip(parts, self.ranges, strict=True):
                 if first <= a and b <= last:
                     found.append(part[:, a - first : b - first])
-            if len(found) == 2:  # two chunks have two ranges, and a sum of two is rounded once
+            assert len(found) <= 2, "two chunks have two ranges"
+            if len(found) == 2:  # a sum of two is rounded once
                 torch.add(*found, out=room)
             elif found:
                 room.copy_(found[0])
@@ -189,8 +190,7 @@ def gather(own: Tensor, ranges: Sequence[Range], group: dist.ProcessGroup) -> tu
     """The items ``ranges`` of all chunks in order, of one tensor [B, 2 n, ...]: [B, R, ...] each,
     as `Gathering` has them.
     """
-    halves = own.unflatten(1, (2, own.shape[1] // 2))
-    return Gathering(OwnItems(halves), [WantedItems(tuple(ranges))], group).wait()[0]
+    return Gathering(OwnItems(halves(own)), [WantedItems(tuple(ranges))], group).wait()[0]
 
 
 class _Gather(torch.autograd.Function):

@@ -17,9 +17,9 @@ from nsa.decode import KV, View
 from nsa.documents import Documents
 from nsa.ops.positions import to_device
 from nsa.parallel.gather import Gathering, OwnItems, WantedItems
-from nsa.parallel.halo import Chunks, for_blocks, for_window, halves
+from nsa.parallel.halo import Chunks, for_blocks, for_window
 from nsa.parallel.layout import Chunk, ShardedLayout
-from nsa.parallel.zigzag import Zigzag
+from nsa.parallel.zigzag import Zigzag, halves
 from nsa.routing import Route
 
 if TYPE_CHECKING:

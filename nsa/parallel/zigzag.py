@@ -76,6 +76,11 @@ def holder(chunk: int, size: int) -> tuple[int, int]:
     return (chunk, 0) if chunk < size else (2 * size - 1 - chunk, 1)
 
 
+def halves(x: Tensor) -> Tensor:
+    """x [B, 2 L, ...] of a rank's two chunks as [B, 2, L, ...], a view."""
+    return x.unflatten(1, (2, x.shape[1] // 2))
+
+
 def check_dim(x: Tensor, dim: int) -> None:
     """ValueError unless ``x`` is a tensor that has dimension ``dim``."""
     if not isinstance(x, Tensor):
