@@ -14,7 +14,7 @@ from torch import Tensor
 
 from nsa import compress
 from nsa.ops import gated_sum, interval, means
-from nsa.ops.interval import backward_kv_kernels, roles, tile_sizes
+from nsa.ops.interval import backward_kv_kernels, roles
 from nsa.ops.kernels import common
 from nsa.ops.scores import kernels as scores
 from nsa.ops.selected import triton as operator
@@ -198,12 +198,6 @@ def test_selected_branch_with_warp_roles(
     assert all(torch.equal(attend(*tensors), once) for _ in range(2))
 
 
-KEYS_ROLES = {  # of gradients of keys, by width
-    64: tile_sizes.BACKWARD_KV_ROLES[0][0],
-    128: tile_sizes.BackwardRoleSizes(64, 3, 168, 240),
-}
-
-
 @pytest.mark.parametrize("window", [None, 96], ids=["compressed", "window"])
 @pytest.mark.parametrize("case", [LONG, Case(LONG.tokens, 16, 128, 128, 2)], ids=str)
 def test_gradients_of_keys_with_warp_roles(
@@ -212,7 +206,6 @@ def test_gradients_of_keys_with_warp_roles(
     """On Hopper the table's entry serves, and no other kernel; elsewhere none has warp roles."""
     q, k, v = inputs(case, torch.bfloat16)
     monkeypatch.setattr(roles, "SORT_MIN_ROWS", 0)
-    monkeypatch.setattr(roles, "BACKWARD_KV_ROLES", ((KEYS_ROLES[case.key_dim],) * 2,) * 4)
     if torch.cuda.get_device_capability()[0] == 9:
         monkeypatch.setattr(backward_kv_kernels, "nsa_interval_backward_kv", None)
     options = {"width": window, "q_start": 0, "scale": case.key_dim**-0.5}

@@ -118,28 +118,27 @@ def test_gradients_of_keys_with_warp_roles(
         assert (a.double() - b).abs().max() <= 2**-8 * max(1, b.abs().max()), what
 
 
-def test_a_table_names_who_serves_gradients_of_keys(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Sizes of a table serve Hopper alone, rows of its width, and calls of many rows: the
-    compressed branch at width 64.
+@pytest.mark.parametrize("width", [None, 512], ids=["compressed", "window"])
+@pytest.mark.parametrize("dim", [64, 128])
+def test_a_table_names_who_serves_gradients_of_keys(
+    dim: int, width: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Sizes of a table serve Hopper alone, rows of 64 or 128 elements of two bytes, and calls of
+    many rows.
     """
-    sizes = BACKWARD_KV_ROLES[0][0]
+    sizes = BACKWARD_KV_ROLES[(64, 128).index(dim)][width is not None]
     assert sizes is not None
 
-    def served(
-        rows: int = 4096,
-        width: int | None = None,
-        dtype: torch.dtype = torch.float16,
-        dim: int = 64,
-    ) -> bool:
-        given = (torch.empty(1, rows, heads, dim, dtype=dtype) for heads in (4, 4, 2, 2))
+    def served(rows: int = 4096, dtype: torch.dtype = torch.float16, key_dim: int = dim) -> bool:
+        given = (torch.empty(1, rows, heads, key_dim, dtype=dtype) for heads in (4, 4, 2, 2))
         found = roles.backward_kv_sizes(*given, width, work=1 << 30)
         assert found in (None, sizes)
         return found is not None
 
     monkeypatch.setattr(roles, "described", lambda rows, *_, work: ([], rows == sizes.BM))
     monkeypatch.setattr(roles, "sm_of", lambda device: (9, 0))
-    assert served() and not served(width=512), "a GPU has measured the compressed branch alone"
-    assert not served(dim=128) and not served(rows=4095) and not served(dtype=torch.float32)
+    assert served()
+    assert not served(key_dim=256) and not served(rows=4095) and not served(dtype=torch.float32)
     with shares.one_of(4):
         assert served(rows=1024) and not served(rows=1023), "a share counts as the whole"
     monkeypatch.setattr(roles, "is_off", lambda step: step == "roles")

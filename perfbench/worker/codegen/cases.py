@@ -16,7 +16,7 @@ from nsa.ops.gated_sum import kernels as gated_sum
 from nsa.ops.interval import backward as interval_backward
 from nsa.ops.interval import backward_kv_kernels
 from nsa.ops.interval import forward_kernels as interval_forward
-from nsa.ops.interval.tile_sizes import BACKWARD_KV_ROLES, BackwardRoleSizes, RoleSizes
+from nsa.ops.interval.tile_sizes import BACKWARD_KV_ROLES, RoleSizes
 from nsa.ops.interval.tile_sizes import FORWARD_ROLES as INTERVAL_ROLES
 from nsa.ops.joint_backward import kernels as joint_backward
 from nsa.ops.kernels import common, products, tiles
@@ -53,12 +53,6 @@ BACKWARD_ROLES = {
 COMPRESSED_ROLES = {
     64: (*filter(None, INTERVAL_ROLES[:1]), RoleSizes(64, 3, 2, 80, 112)),
     128: (*filter(None, INTERVAL_ROLES[1:2]),),
-}
-# dK and dV. The first is in use without a window, the second is not; both store and load a few
-# registers.
-COMPRESSED_ROLES_BACKWARD = {
-    64: BACKWARD_KV_ROLES[0][0],
-    128: BackwardRoleSizes(64, 3, 168, 240),
 }
 
 
@@ -214,7 +208,7 @@ def warp_roles(shape: CodeShape, at: At) -> None:
     for branch, keys in (("compressed", compressed), ("window", (k, v))):
         at(f"roles.{branch}")
         of_keys = {**GEOMETRIES[branch], **where}
-        of_keys["role_sizes"] = COMPRESSED_ROLES_BACKWARD[shape.key_dim]
+        of_keys["role_sizes"] = BACKWARD_KV_ROLES[shape.key_dim > 64][branch == "window"]
         backward_kv_kernels.backward_kv(do, q, *keys, lse, lse, **of_keys)
     of_choice: dict[str, Any] = {"num_initial": 1, "num_local": 2, "kv_len": TOKENS}
     at("roles")
