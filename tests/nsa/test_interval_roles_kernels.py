@@ -12,7 +12,12 @@ import torch
 
 import nsa.ops.interval
 from nsa.ops.interval import backward_kv_kernels, forward_kernels, parts, roles
-from nsa.ops.interval.tile_sizes import BACKWARD_KV_ROLES, BackwardRoleSizes, RoleSizes
+from nsa.ops.interval.tile_sizes import (
+    BACKWARD_KV_ROLES,
+    FORWARD_ROLES,
+    BackwardRoleSizes,
+    RoleSizes,
+)
 from nsa.ops.kernels import shares
 from tests.cases import randn
 from tests.nsa import warp_roles_machine as machine
@@ -132,6 +137,22 @@ def test_gradients_of_keys_with_warp_roles(
     for what, a, b in zip(("dk", "dv"), got, want, strict=True):
         # fp16 weights of their products
         assert (a.double() - b).abs().max() <= 2**-8 * max(1, b.abs().max()), what
+
+
+def test_a_table_names_who_serves_the_forward(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both branches at width 128, the compressed one alone at 64; heads that groups divide."""
+    monkeypatch.setattr(roles, "described", lambda *_, work: ([], True))
+    monkeypatch.setattr(roles, "sm_of", lambda device: (9, 0))
+
+    def served(dim: int, width: int | None, heads: int = 12) -> RoleSizes | None:
+        given = (torch.empty(1, 4096, n, dim, dtype=torch.float16) for n in (heads, 2, 2))
+        return roles.forward_sizes(*given, width, 0.1, work=1 << 30)
+
+    assert served(64, None) == FORWARD_ROLES[0][0] is not None
+    assert served(64, 512) is None, "Triton's kernel is as fast on an H200"
+    assert served(128, None) == FORWARD_ROLES[1][0] is not None
+    assert served(128, 512) == FORWARD_ROLES[1][1] is not None
+    assert served(128, 512, heads=6) is None, "groups of two heads do not divide three"
 
 
 @pytest.mark.parametrize("width", [None, 512], ids=["compressed", "window"])

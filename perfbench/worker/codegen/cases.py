@@ -57,12 +57,8 @@ INTERVAL_ROLES = {
         128: (*filter(None, IN_USE[1][:1]),),
     },
     "window": {
-        64: (
-            RoleSizes(128, 2, 3, 128, 160),
-            RoleSizes(64, 3, 3, 128, 160),
-            RoleSizes(64, 3, 2, 80, 112),
-        ),
-        128: (RoleSizes(128, 2, 2, 168, 240), RoleSizes(64, 3, 2, 168, 240)),
+        64: (RoleSizes(64, 3, 2, 80, 112),),  # as fast as Triton's kernel
+        128: (*filter(None, IN_USE[1][1:]),),
     },
 }
 
