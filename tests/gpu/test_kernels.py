@@ -14,7 +14,7 @@ from torch import Tensor
 
 from nsa import compress
 from nsa.ops import gated_sum, interval, means
-from nsa.ops.interval import backward_kv_kernels, roles
+from nsa.ops.interval import backward_kv_kernels, forward_kernels, roles, tile_sizes
 from nsa.ops.kernels import common
 from nsa.ops.scores import kernels as scores
 from nsa.ops.selected import triton as operator
@@ -200,14 +200,18 @@ def test_selected_branch_with_warp_roles(
 
 @pytest.mark.parametrize("window", [None, 96], ids=["compressed", "window"])
 @pytest.mark.parametrize("case", [LONG, Case(LONG.tokens, 16, 128, 128, 2)], ids=str)
-def test_gradients_of_keys_with_warp_roles(
+def test_intervals_with_warp_roles(
     case: Case, window: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """On Hopper the table's entry serves, and no other kernel; elsewhere none has warp roles."""
+    """On Hopper the tables' entries serve the forward and the gradients of keys, and no other
+    kernel; elsewhere none has warp roles.
+    """
     q, k, v = inputs(case, torch.bfloat16)
     monkeypatch.setattr(roles, "SORT_MIN_ROWS", 0)
     if torch.cuda.get_device_capability()[0] == 9:
         monkeypatch.setattr(backward_kv_kernels, "nsa_interval_backward_kv", None)
+        if tile_sizes.FORWARD_ROLES[case.key_dim > 64][window is not None]:
+            monkeypatch.setattr(forward_kernels, "nsa_interval_forward", None)
     options = {"width": window, "q_start": 0, "scale": case.key_dim**-0.5}
     if window is None:
         k, v = compress(k, config=PAPER), compress(v, config=PAPER)

@@ -12,7 +12,12 @@ import torch
 
 import nsa.ops.interval
 from nsa.ops.interval import backward_kv_kernels, forward_kernels, parts, roles
-from nsa.ops.interval.tile_sizes import BACKWARD_KV_ROLES, BackwardRoleSizes, RoleSizes
+from nsa.ops.interval.tile_sizes import (
+    BACKWARD_KV_ROLES,
+    FORWARD_ROLES,
+    BackwardRoleSizes,
+    RoleSizes,
+)
 from nsa.ops.kernels import shares
 from tests.cases import randn
 from tests.nsa import warp_roles_machine as machine
@@ -24,10 +29,25 @@ COMPRESSED = {"block": 8, "stride": 4, "width": None}
 
 
 @pytest.mark.parametrize(
-    ("groups", "heads", "BC", "start"), [(3, 6, 64, 0), (2, 4, 64, 1500), (3, 3, 128, 1500)]
+    ("groups", "heads", "BC", "geometry", "start"),
+    [
+        (3, 6, 64, COMPRESSED, 0),
+        (2, 4, 64, COMPRESSED, 1500),
+        (3, 3, 128, COMPRESSED, 1500),
+        (3, 6, 64, {"block": 1, "stride": 1, "width": 90}, 0),
+        (2, 2, 128, {"block": 1, "stride": 1, "width": 300}, 700),
+        (2, 4, 64, {"block": 1, "stride": 1, "width": 20}, 1500),
+        (3, 3, 64, {"block": 131, "stride": 1, "width": 70}, 60),
+    ],
+    ids=["compressed", "late", "late by 128", "window", "late window", "narrow", "cut window"],
 )
 def test_forward_with_warp_roles(
-    groups: int, heads: int, BC: int, start: int, monkeypatch: pytest.MonkeyPatch
+    groups: int,
+    heads: int,
+    BC: int,
+    geometry: dict[str, int | None],
+    start: int,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Two rows of a batch, two kv heads, 100 queries: a tile of 36 rows, whole tiles of keys and
     masked ones, queries that see none.
@@ -35,14 +55,15 @@ def test_forward_with_warp_roles(
     kernels = machine.kernels(["nsa_interval_forward_roles"], SOURCE)
     monkeypatch.setattr(nsa.ops.interval, "warp_roles", SimpleNamespace(**kernels), raising=False)
     q = randn(2, 100, 2 * heads, 64, seed=1).half()
-    C = (start + 100 - 8) // 4 + 1
+    block, stride, width = (geometry[name] for name in ("block", "stride", "width"))
+    C = (start + 100 - block) // stride + 1
     k, v = (randn(2, C, 2, 64, seed=n).half() for n in (2, 3))
-    where = {"block": 8, "stride": 4, "width": None, "q_start": start, "first": None, "scale": 0.3}
     sizes = RoleSizes(BC, 2, groups, 128, 160)
-    o, lse = forward_kernels.forward(q, k, v, **where, role_sizes=sizes)
+    where = {"q_start": start, "first": None, "scale": 0.3}
+    o, lse = forward_kernels.forward(q, k, v, **geometry, **where, role_sizes=sizes)
     s = torch.einsum("btghd,bcgd->btghc", q.double().unflatten(2, (2, heads)), k.double()) * 0.3
-    ends = torch.arange(C) * 4 + 7
-    seen = ends <= (start + torch.arange(100))[:, None]
+    ago = start + torch.arange(100)[:, None] - (torch.arange(C) * stride + block - 1)
+    seen = (ago >= 0) & (ago < (width or C) * stride)
     s = s.masked_fill(~seen[:, None, None], -torch.inf)
     want = torch.einsum("btghc,bcgd->btghd", s.softmax(-1).nan_to_num(), v.double()).flatten(2, 3)
     torch.testing.assert_close(o.double(), want, atol=2e-3, rtol=0)
@@ -116,6 +137,22 @@ def test_gradients_of_keys_with_warp_roles(
     for what, a, b in zip(("dk", "dv"), got, want, strict=True):
         # fp16 weights of their products
         assert (a.double() - b).abs().max() <= 2**-8 * max(1, b.abs().max()), what
+
+
+def test_a_table_names_who_serves_the_forward(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both branches at width 128, the compressed one alone at 64; heads that groups divide."""
+    monkeypatch.setattr(roles, "described", lambda *_, work: ([], True))
+    monkeypatch.setattr(roles, "sm_of", lambda device: (9, 0))
+
+    def served(dim: int, width: int | None, heads: int = 12) -> RoleSizes | None:
+        given = (torch.empty(1, 4096, n, dim, dtype=torch.float16) for n in (heads, 2, 2))
+        return roles.forward_sizes(*given, width, 0.1, work=1 << 30)
+
+    assert served(64, None) == FORWARD_ROLES[0][0] is not None
+    assert served(64, 512) is None, "Triton's kernel is as fast on an H200"
+    assert served(128, None) == FORWARD_ROLES[1][0] is not None
+    assert served(128, 512) == FORWARD_ROLES[1][1] is not None
+    assert served(128, 512, heads=6) is None, "groups of two heads do not divide three"
 
 
 @pytest.mark.parametrize("width", [None, 512], ids=["compressed", "window"])

@@ -262,10 +262,10 @@ def forward(
         )
         return o, lse
     q0, Q0 = starts(q_start)
-    if Q0 is None and first is None and width is None and tiles is None:
-        t = role_sizes or roles.forward_sizes(q, k, v, scale, work=work or q.numel())
+    if Q0 is None and first is None and tiles is None:
+        t = role_sizes or roles.forward_sizes(q, k, v, width, scale, work=work or q.numel())
         if t is not None:
-            roles.forward(q, k, v, (o, lse), t, (q0, block, stride), scale)
+            roles.forward(q, k, v, (o, lse), t, (q0, block, stride, width), scale)
             return o, lse
     config = dict(tiles or tiles_of("forward", q, DV, width))
     BM, BC = config.pop("BM"), config.pop("BC")

@@ -27,11 +27,13 @@ from nsa.routing.thresholds import SORT_MIN_ROWS
 from nsa.settings import is_off
 
 
-def forward_sizes(q: Tensor, k: Tensor, v: Tensor, scale: float, *, work: int) -> RoleSizes | None:
+def forward_sizes(
+    q: Tensor, k: Tensor, v: Tensor, width: int | None, scale: float, *, work: int
+) -> RoleSizes | None:
     """Those of the forward where it computes these: groups of heads that it divides, and what
-    `_take`.
+    `_take`; ``width`` of a window.
     """
-    t = FORWARD_ROLES[_class_of(q, v)]
+    t = FORWARD_ROLES[_class_of(q, v)][width is not None]
     if t is None or not scale > 0 or q.shape[2] // k.shape[2] % t.groups:
         return None
     return t if _take(t.BC, q, k, v, work=work) else None
@@ -92,13 +94,14 @@ def forward(
     v: Tensor,
     into: tuple[Tensor, Tensor],
     t: RoleSizes,
-    where: tuple[int, int, int],
+    where: tuple[int, int, int, int | None],
     scale: float,
 ) -> None:
-    """As `nsa_interval_forward`, ``into`` o and lse. ``where``: q_start, block, stride."""
+    """As `nsa_interval_forward`, ``into`` o and lse. ``where``: q_start, block, stride, width."""
     from nsa.ops.interval import warp_roles  # Triton's Gluon, for it alone
 
     (B, T, HQ, D), (C, G) = q.shape, k.shape[1:3]
+    *grid, width = where
     launch(
         warp_roles.nsa_interval_forward_roles,
         (cdiv(T, 64), HQ // t.groups, B),
@@ -107,7 +110,8 @@ def forward(
         T,
         into[1].shape[1],
         C,
-        *where,
+        *grid,
+        width or 0,
         scale * LOG2E,
         HQ // G,
         HQ,
@@ -115,6 +119,7 @@ def forward(
         t.BC,
         t.stages,
         t.groups,
+        width is not None,
         t.attend,
         t.fetch,
         num_warps=4,

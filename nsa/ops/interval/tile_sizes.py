@@ -54,13 +54,14 @@ class RoleSizes:
     fetch: int = 24
 
 
-# By width class, on Hopper, without a window. At 65,536 tokens .886 ms at width 64 (1.001 by
-# Triton's kernel) and 7.39 at 128 (8.72).
-FORWARD_ROLES: tuple[RoleSizes | None, ...] = (
-    RoleSizes(128, 2, 3, 128, 160),
-    RoleSizes(128, 2, 2, 168, 240),
-    None,
-    None,
+# By width class, on Hopper, without a window and with one. At 65,536 tokens without a window .886
+# ms at width 64 (1.001 by Triton's kernel) and 7.39 at 128 (8.72), with one 2.94 at 128 (3.41); at
+# 64 .363 (.369), and shorter sequences lose.
+FORWARD_ROLES: tuple[tuple[RoleSizes | None, RoleSizes | None], ...] = (
+    (RoleSizes(128, 2, 3, 128, 160), None),
+    (RoleSizes(128, 2, 2, 168, 240), RoleSizes(64, 3, 2, 168, 240)),
+    (None, None),
+    (None, None),
 )
 
 

@@ -1,5 +1,5 @@
-"""The compressed branch's forward on Hopper, with a role for each warp group: a warp fetches tiles
-of keys and values, and each group attends with them for the same queries of a head of its own.
+"""The forward of an interval of keys on Hopper, with a role for each warp group: a warp fetches
+tiles of keys and values, and each group attends with them for the same queries of its own head.
 
 Letters as in `nsa.ops.interval.tile_loads`; `nsa_interval_forward` computes the same on any card.
 Written in Gluon, which names the layouts, the barriers and the warps of each role.
@@ -23,8 +23,8 @@ def _sees(pos, C, block, stride):
 
 
 @gluon.jit
-def _fetch(Q, K, V, held, t0, b, head, g, num_tiles, GROUPS: gl.constexpr):
-    """Q of all groups, then tile by tile of K and of V."""
+def _fetch(Q, K, V, held, t0, b, head, g, begin, num_tiles, GROUPS: gl.constexpr):
+    """Q of all groups, then tile by tile of K and of V, from key ``begin`` on."""
     q_bufs, k_bufs, v_bufs, q_full, k_full, v_full, k_empty, v_empty = held
     STAGES: gl.constexpr = k_bufs.type.shape[0]
     mbarrier.expect(q_full.index(0), GROUPS * Q.block_type.nbytes)
@@ -33,7 +33,7 @@ def _fetch(Q, K, V, held, t0, b, head, g, num_tiles, GROUPS: gl.constexpr):
     for tile in range(num_tiles):
         stage = tile % STAGES
         parity = ((tile // STAGES) & 1) ^ 1
-        c0 = tile * K.block_type.shape[1]
+        c0 = begin + tile * K.block_type.shape[1]
         mbarrier.wait(k_empty.index(stage), parity)
         mbarrier.expect(k_full.index(stage), K.block_type.nbytes)
         tma.async_copy_global_to_shared(K, [b, c0, g, 0], k_full.index(stage), k_bufs.index(stage))
@@ -43,11 +43,31 @@ def _fetch(Q, K, V, held, t0, b, head, g, num_tiles, GROUPS: gl.constexpr):
 
 
 @gluon.jit
-def _softmax(s, m, total, hi, c0, full, scale_log2, BC: gl.constexpr, s_lay: gl.constexpr):
-    """(weights, maximum, sum, what the sums so far are worth) with one more tile of products."""
-    if c0 + BC > full:
+def _softmax(
+    s,
+    m,
+    total,
+    hi,
+    c0,
+    all_see,
+    width,
+    scale_log2,
+    BC: gl.constexpr,
+    s_lay: gl.constexpr,
+    BANDED: gl.constexpr,
+):
+    """(weights, maximum, sum, what the sums so far are worth) with one more tile of products.
+    ``all_see``: the first key that every query sees, and one past the last.
+    """
+    masked = c0 + BC > all_see[1]
+    if BANDED:
+        masked = masked | (c0 < all_see[0])
+    if masked:
         key = c0 + gl.arange(0, BC, layout=gl.SliceLayout(0, s_lay))
-        s = gl.where(key[None, :] < hi[:, None], s, float("-inf"))
+        seen = key[None, :] < hi[:, None]
+        if BANDED:
+            seen = seen & (key[None, :] >= hi[:, None] - width)
+        s = gl.where(seen, s, float("-inf"))
     new = gl.maximum(m, gl.max(s, 1) * scale_log2)
     safe = gl.where(new == float("-inf"), 0.0, new)
     p = gl.exp2(s * scale_log2 - safe[:, None])
@@ -63,21 +83,22 @@ def _attend(
     t0,
     b,
     head,
+    begin,
     num_tiles,
     T,
     TO,
     C,
-    q0,
-    block,
-    stride,
+    where,
     scale_log2,
     WHICH: gl.constexpr,
     HQ: gl.constexpr,
     D: gl.constexpr,
     BC: gl.constexpr,
     GROUPS: gl.constexpr,
+    BANDED: gl.constexpr,
 ):
     q_bufs, k_bufs, v_bufs, q_full, k_full, v_full, k_empty, v_empty = held
+    q0, block, stride, width = where
     STAGES: gl.constexpr = k_bufs.type.shape[0]
     dtype: gl.constexpr = k_bufs.dtype
     s_lay: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BC, 16])
@@ -88,7 +109,8 @@ def _attend(
     out_lay: gl.constexpr = gl.BlockedLayout([1, 8], [256 // D, D // 8], [4, 1], [1, 0])
     t = t0 + gl.arange(0, 64, layout=row_lay)
     hi = _sees(gl.minimum(t, T - 1) + q0, C, block, stride)
-    full = _sees(t0 + q0, C, block, stride)  # keys that every query sees
+    last_hi = _sees(gl.minimum(t0 + 64, T) - 1 + q0, C, block, stride)
+    all_see = (last_hi - width, _sees(t0 + q0, C, block, stride))
     q = q_bufs.index(WHICH).reshape([64, D])
     zero = gl.zeros([64, BC], gl.float32, s_lay)
     acc = gl.zeros([64, D], gl.float32, o_lay)
@@ -101,7 +123,7 @@ def _attend(
     )
     s = warpgroup_mma_wait(0, deps=[s])
     mbarrier.arrive(k_empty.index(0), count=1)
-    p, m, total, a = _softmax(s, m, total, hi, 0, full, scale_log2, BC, s_lay)
+    p, m, total, a = _softmax(s, m, total, hi, begin, all_see, width, scale_log2, BC, s_lay, BANDED)
     p16 = gl.convert_layout(p.to(dtype), p_lay)
     for tile in range(1, num_tiles):
         stage = tile % STAGES
@@ -118,7 +140,10 @@ def _attend(
         acc = warpgroup_mma(p16, v_bufs.index(before).reshape([BC, D]), acc, is_async=True)
         s = warpgroup_mma_wait(1, deps=[s])
         mbarrier.arrive(k_empty.index(stage), count=1)
-        p, m, total, a = _softmax(s, m, total, hi, tile * BC, full, scale_log2, BC, s_lay)
+        c0 = begin + tile * BC
+        p, m, total, a = _softmax(
+            s, m, total, hi, c0, all_see, width, scale_log2, BC, s_lay, BANDED
+        )
         acc = warpgroup_mma_wait(0, deps=[acc])
         mbarrier.arrive(v_empty.index(before), count=1)
         acc = acc * gl.convert_layout(a, o_row)[:, None]
@@ -151,6 +176,7 @@ def nsa_interval_forward_roles(
     q0,
     block,
     stride,
+    width,
     scale_log2,
     H: gl.constexpr,
     HQ: gl.constexpr,
@@ -158,6 +184,7 @@ def nsa_interval_forward_roles(
     BC: gl.constexpr,
     STAGES: gl.constexpr,
     GROUPS: gl.constexpr,
+    BANDED: gl.constexpr,
     REGISTERS: gl.constexpr,
     FETCH_REGISTERS: gl.constexpr,
 ):
@@ -185,16 +212,21 @@ def nsa_interval_forward_roles(
         mbarrier.init(k_empty.index(i), count=GROUPS)
         mbarrier.init(v_empty.index(i), count=GROUPS)
     end = _sees(gl.minimum(t0 + 64, T) - 1 + q0, C, block, stride)
-    num_tiles = gl.maximum((end + BC - 1) // BC, 1)  # of a row that sees none, one that is masked
+    begin = 0
+    if BANDED:
+        begin = gl.maximum(_sees(t0 + q0, C, block, stride) - width, 0)
+    # of a row that sees none, one that is masked
+    num_tiles = gl.maximum((end - begin + BC - 1) // BC, 1)
+    where = (q0, block, stride, width)
     held = (q_bufs, k_bufs, v_bufs, q_full, k_full, v_full, k_empty, v_empty)
     if GROUPS == 2:
         gl.warp_specialize(
             [
-                (_attend, (OUT, LSE, held, t0, b, head, num_tiles, T, TO, C, q0, block, stride,
-                    scale_log2, 0, HQ, D, BC, GROUPS)),
-                (_attend, (OUT, LSE, held, t0, b, head, num_tiles, T, TO, C, q0, block, stride,
-                    scale_log2, 1, HQ, D, BC, GROUPS)),
-                (_fetch, (Q, K, V, held, t0, b, head, g, num_tiles, GROUPS)),
+                (_attend, (OUT, LSE, held, t0, b, head, begin, num_tiles, T, TO, C, where,
+                    scale_log2, 0, HQ, D, BC, GROUPS, BANDED)),
+                (_attend, (OUT, LSE, held, t0, b, head, begin, num_tiles, T, TO, C, where,
+                    scale_log2, 1, HQ, D, BC, GROUPS, BANDED)),
+                (_fetch, (Q, K, V, held, t0, b, head, g, begin, num_tiles, GROUPS)),
             ],
             [4, 1],
             [REGISTERS, FETCH_REGISTERS],
@@ -203,13 +235,13 @@ def nsa_interval_forward_roles(
         gl.static_assert(GROUPS == 3)
         gl.warp_specialize(
             [
-                (_attend, (OUT, LSE, held, t0, b, head, num_tiles, T, TO, C, q0, block, stride,
-                    scale_log2, 0, HQ, D, BC, GROUPS)),
-                (_attend, (OUT, LSE, held, t0, b, head, num_tiles, T, TO, C, q0, block, stride,
-                    scale_log2, 1, HQ, D, BC, GROUPS)),
-                (_attend, (OUT, LSE, held, t0, b, head, num_tiles, T, TO, C, q0, block, stride,
-                    scale_log2, 2, HQ, D, BC, GROUPS)),
-                (_fetch, (Q, K, V, held, t0, b, head, g, num_tiles, GROUPS)),
+                (_attend, (OUT, LSE, held, t0, b, head, begin, num_tiles, T, TO, C, where,
+                    scale_log2, 0, HQ, D, BC, GROUPS, BANDED)),
+                (_attend, (OUT, LSE, held, t0, b, head, begin, num_tiles, T, TO, C, where,
+                    scale_log2, 1, HQ, D, BC, GROUPS, BANDED)),
+                (_attend, (OUT, LSE, held, t0, b, head, begin, num_tiles, T, TO, C, where,
+                    scale_log2, 2, HQ, D, BC, GROUPS, BANDED)),
+                (_fetch, (Q, K, V, held, t0, b, head, g, begin, num_tiles, GROUPS)),
             ],
             [4, 4, 1],
             [REGISTERS, REGISTERS, FETCH_REGISTERS],

@@ -17,7 +17,7 @@ from nsa.ops.interval import backward as interval_backward
 from nsa.ops.interval import backward_kv_kernels
 from nsa.ops.interval import forward_kernels as interval_forward
 from nsa.ops.interval.tile_sizes import BACKWARD_KV_ROLES, RoleSizes
-from nsa.ops.interval.tile_sizes import FORWARD_ROLES as INTERVAL_ROLES
+from nsa.ops.interval.tile_sizes import FORWARD_ROLES as IN_USE
 from nsa.ops.joint_backward import kernels as joint_backward
 from nsa.ops.kernels import common, products, tiles
 from nsa.ops.learned_phi import backward as phi_backward
@@ -50,9 +50,16 @@ BACKWARD_ROLES = {
     64: (*filter(None, selected_sizes.BACKWARD_ROLES[:1]),),
     128: (*filter(None, selected_sizes.BACKWARD_ROLES[1:2]),),
 }
-COMPRESSED_ROLES = {
-    64: (*filter(None, INTERVAL_ROLES[:1]), RoleSizes(64, 3, 2, 80, 112)),
-    128: (*filter(None, INTERVAL_ROLES[1:2]),),
+# by branch, and by the width of keys
+INTERVAL_ROLES = {
+    "compressed": {
+        64: (*filter(None, IN_USE[0][:1]), RoleSizes(64, 3, 2, 80, 112)),
+        128: (*filter(None, IN_USE[1][:1]),),
+    },
+    "window": {
+        64: (RoleSizes(64, 3, 2, 80, 112),),  # as fast as Triton's kernel
+        128: (*filter(None, IN_USE[1][1:]),),
+    },
 }
 
 
@@ -201,14 +208,16 @@ def warp_roles(shape: CodeShape, at: At) -> None:
     lse = torch.zeros(1, TOKENS, q.shape[2])
     compressed = k[:, : (TOKENS - 32) // 16 + 1].clone(), v[:, : (TOKENS - 32) // 16 + 1].clone()
     where: dict[str, Any] = {"q_start": 0, "first": None, "scale": 0.1}
-    for sizes in COMPRESSED_ROLES[shape.key_dim]:
-        at(f"roles.{sizes.BC}x{sizes.groups}")
-        of_keys = {**GEOMETRIES["compressed"], **where, "role_sizes": sizes}
-        interval_forward.forward(q, compressed[0], compressed[1], **of_keys)
     for branch, keys in (("compressed", compressed), ("window", (k, v))):
+        geometry = {**GEOMETRIES[branch], **where}
+        for sizes in INTERVAL_ROLES[branch][shape.key_dim]:
+            at(f"roles.{branch}.{sizes.BC}x{sizes.groups}")
+            interval_forward.forward(q, *keys, **geometry, role_sizes=sizes)
         at(f"roles.{branch}")
-        of_keys = {**GEOMETRIES[branch], **where}
-        of_keys["role_sizes"] = BACKWARD_KV_ROLES[shape.key_dim > 64][branch == "window"]
+        of_keys = {
+            **geometry,
+            "role_sizes": BACKWARD_KV_ROLES[shape.key_dim > 64][branch == "window"],
+        }
         backward_kv_kernels.backward_kv(do, q, *keys, lse, lse, **of_keys)
     of_choice: dict[str, Any] = {"num_initial": 1, "num_local": 2, "kv_len": TOKENS}
     at("roles")
