@@ -6,7 +6,8 @@ RUN is a folder that `python -m nsa.train` wrote with data.kind=recall or copyin
 held out. ``far`` are questions that only compressed and selected keys can answer: the pair (of
 copying: the token) lies outside the window and outside the blocks that every query reads. ``block
 chosen``: how often the block of a far pair is among those that the query chose, of the layer and kv
-head where that is most often.
+head where that is most often; and ``by any``, of all layers and kv heads together, which may divide
+the keys among them.
 
 B rows, T tokens, G kv heads, N slots.
 """
@@ -55,6 +56,7 @@ class Recalled:
     guess_pct: float
     chosen_pct: float | None = None
     chosen_by: str = ""
+    chosen_by_any_pct: float | None = None
 
 
 def is_far(rows: RecallRows, config: NSAConfig) -> NDArray[np.bool_]:
@@ -95,7 +97,8 @@ def recalled(
     if far.any() and chosen:
         best = max(chosen, key=lambda one: float(chosen[one][far].mean()))
         share = 100 * float(chosen[best][far].mean())
-        found[-1] = replace(found[-1], chosen_pct=share, chosen_by=best)
+        by_any = 100 * float(np.logical_or.reduce([one[far] for one in chosen.values()]).mean())
+        found[-1] = replace(found[-1], chosen_pct=share, chosen_by=best, chosen_by_any_pct=by_any)
     return found
 
 
@@ -178,7 +181,9 @@ def _line(one: Recalled) -> str:
         f"{one.length:>7,}  {one.distance:>16}  {one.questions:>9,}  {one.right_pct:7.2f}"
         f"  {one.guess_pct:7.2f}"
     )
-    return text if one.chosen_pct is None else f"{text}  {one.chosen_pct:12.2f} ({one.chosen_by})"
+    if one.chosen_pct is None:
+        return text
+    return f"{text}  {one.chosen_pct:12.2f} ({one.chosen_by}), {one.chosen_by_any_pct:.2f} by any"
 
 
 def main(argv: Sequence[str]) -> int:

@@ -83,6 +83,27 @@ def test_accuracy_is_of_its_distances_and_the_best_layer_is_named() -> None:
     assert found["far"].chosen_by == "layer 1, kv head 1"
 
 
+def test_layers_that_divide_the_pairs_choose_together() -> None:
+    rows = rows_of()
+    odd = rows.stated % 2 == 1
+
+    class Divided(Known):
+        def forward(self, ids: Tensor) -> Tensor:
+            logits = super().forward(ids)
+            blocks = torch.from_numpy(np.where(odd, -1, rows.stated // 16)[: len(ids)])
+            record(blocks[..., None, None].expand(*ids.shape, 2, 1))
+            return logits
+
+    model: Any = Divided(rows, odd, odd & (rows.stated % 3 > 0))
+    found = tool.recalled(model, rows, 32, CPU)[-1]
+    far = tool.is_far(rows, GEOMETRY)
+    assert found.chosen_pct == pytest.approx(100 * float((~odd)[far].mean()))
+    assert found.chosen_by == "layer 2, kv head 0"
+    together = ~odd | (rows.stated % 3 > 0)
+    assert found.chosen_by_any_pct == pytest.approx(100 * float(together[far].mean()))
+    assert found.chosen_pct < found.chosen_by_any_pct < 100
+
+
 def test_many_rows_are_several_forwards(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tool, "TOKENS_A_FORWARD", LENGTH)
     rows = rows_of()

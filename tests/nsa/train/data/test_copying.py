@@ -4,12 +4,16 @@ but what a row states says which token of a kind is right.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
+from nsa.config import NSAConfig
 from nsa.train.data import copying
 from nsa.train.data.generated import Language
 from nsa.train.errors import TrainError, TrainExit
+from nsa.train.yaml_file import read_config
 from tests.nsa.train.data.cases import Small, take
 
 LANGUAGE = Language("copying", 3, held_out=False)
@@ -65,3 +69,21 @@ def test_its_stream_labels_questions_alone_and_short_rows_are_refused() -> None:
     with pytest.raises(TrainError, match="copying .*wanted rows of 32 tokens or more") as caught:
         Small({"kind": "copying"}, seq_len=31).loader()
     assert caught.value.code is TrainExit.DATA
+
+
+def test_legs_are_one_model_and_each_begins_with_the_one_before() -> None:
+    names = ("64", "128", "256", "512", "2k", "4k", "16k", "64k")
+    legs = [read_config(f"@copying_{name}") for name in names]
+    lengths = [64, 128, 256, 512, 2048, 4096, 16_384, 65_536]
+    assert [one.train.seq_len for one in legs] == lengths
+    begun = [one.train.init_from for one in legs]
+    assert begun == [None, *(one.out for one in legs[:-1])]
+    own = NSAConfig(rope="none", share_kv=True)
+    nsa = [one.model.nsa for one in legs]
+    # the last two have NSA's own sizes, and those before differ in what no weight's shape is of
+    assert nsa[-2:] == [own, own]
+    sizes = {"cmp_block": 32, "cmp_stride": 16, "num_selected": 16, "window": 512}
+    assert {replace(one, branches=own.branches, **sizes) for one in nsa} == {own}
+    assert [one.cmp_block for one in nsa] == [1, 4, 16, 32, 32, 32, 32, 32]
+    assert {replace(one.model, nsa=own) for one in legs} == {legs[-1].model}
+    assert {one.train.precision for one in legs} == {"autocast"}
