@@ -8,10 +8,10 @@ of. A setting of the environment, or an attribute of a module of nsa that is set
 tiles, say), forgets every plan.
 
 The second call of a key is recorded: `Recorder` sees every function of PyTorch that the body calls.
-Of those it knows, metadata is in the key, memory is made anew by each call, and a view is an offset.
-Any other function refuses a plan, so that what reads a value, copies or computes runs in every call.
-So does a launch that went Triton's way. What wants to see calls or launches gets the body: a mode, a
-hook, deterministic algorithms, which fill memory.
+Of those it knows, metadata is in the key, memory is made anew by each call, and a view is an
+offset. Any other function refuses a plan, so that what reads a value, copies or computes runs in
+every call. So does a launch that went Triton's way. What wants to see calls or launches gets the
+body: a mode, a hook, deterministic algorithms, which fill memory.
 
 A workspace is freed after the last launch that reads it, never later than the body does. A plan
 holds no tensor.
@@ -27,7 +27,7 @@ from dataclasses import dataclass
 from functools import reduce
 from operator import itemgetter, or_
 from types import ModuleType, SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 from weakref import ref
 
 import torch
@@ -48,7 +48,6 @@ MOST_SEEN = 1024  # keys of an operator that were seen once: each decoded token 
 MOST_TRIES = 4  # recordings of a call whose kernels are not all compiled yet
 
 _TENSORS = {Tensor, Parameter}
-_PLAIN = {*_TENSORS, int, float, bool, str, type(None)}
 _data_ptr, _get_device, _stride = Tensor.data_ptr, Tensor.get_device, Tensor.stride
 _shape: Callable[[Tensor], Any] = Tensor.shape.__get__  # type: ignore[attr-defined]
 _dtype: Callable[[Tensor], Any] = Tensor.dtype.__get__  # type: ignore[attr-defined]
@@ -185,52 +184,21 @@ class TensorMaps:
         return found
 
 
-@dataclass(frozen=True, slots=True)
-class Launch:
-    """A launch of a plan: ``run`` on ``grid``, with those of the addresses that ``take`` takes,
-    tensor ``maps`` in place of some of them (the last first), and ``fixed`` arguments.
+class Step(NamedTuple):
+    """A launch: ``run`` on ``grid``, with those of the addresses that ``take`` takes, tensor
+    ``maps`` in place of some of them (the last first), and ``fixed`` arguments.
+
+    The memory made before it (number, layout, offsets besides 0 of what launches read), and the
+    numbers of what is freed behind it.
     """
 
+    makes: tuple[tuple[int, Layout, tuple[int, ...]], ...]
     run: Callable[..., None]
     grid: tuple[int, int, int]
     between: tuple[Any, ...]
     take: Callable[[Sequence[Any]], tuple[Any, ...]]
     maps: tuple[tuple[int, TensorMaps], ...]
     fixed: tuple[Any, ...]
-
-    @classmethod
-    def of(cls, launched: door.Launched, take: Callable[[Sequence[Any]], Any]) -> Launch:
-        run, between, *_ = launched.compiled
-        head, maps = launched.head, []
-        described = [i for i, x in enumerate(head) if x is not None and not isinstance(x, Tensor)]
-        places = run.places if isinstance(run, door.KeptMaps) else ()
-        if [i for i, _ in places] != described[::-1]:
-            raise Refused("a descriptor is taken apart")
-        if isinstance(run, door.KeptMaps):
-            maps = [(i, TensorMaps(run.make, meta, head[i])) for i, meta in places]
-            run = run.raw
-        return cls(run, launched.grid, between, take, tuple(maps), launched.fixed)
-
-    def repeat(self, addresses: Sequence[Any], stream: int) -> None:
-        values: Sequence[Any] = self.take(addresses)
-        if self.maps:
-            values = [*values]
-            for i, maps in self.maps:
-                values[i : i + 1] = maps.at(values[i])
-        if door.AS_ONE:
-            self.run(*self.grid, stream, *self.between, (*values, *self.fixed))
-        else:
-            self.run(*self.grid, stream, *self.between, *values, *self.fixed)
-
-
-@dataclass(frozen=True, slots=True)
-class Step:
-    """A launch, the memory made before it (number, layout, offsets of what launches read), and the
-    numbers of what is freed behind it. The last step of a plan launches nothing.
-    """
-
-    makes: tuple[tuple[int, Layout, tuple[int, ...]], ...]
-    launch: Launch | None
     frees: tuple[int, ...]
 
 
@@ -238,13 +206,14 @@ class Step:
 class Plan:
     """What a call makes, launches and returns: the memory ``outputs``, as ``wrap`` has them.
 
-    Addresses are in one list: none, those of inputs, those ``within`` inputs, and those in memory,
-    in the order in which it is made. ``constants``, ``hooks``, ``kinds`` of the kernels: what has
-    to be the same, lists that have to be empty, classes.
+    Addresses are in one list: none, those of inputs, those ``within`` inputs, those in memory, in
+    the order in which it is made; what no launch reads is made ``last``. ``constants``, ``hooks``,
+    ``kinds`` of the kernels: what has to be the same, lists that have to be empty, classes.
     """
 
     within: tuple[Place, ...]
     steps: tuple[Step, ...]
+    last: tuple[tuple[int, Layout], ...]
     outputs: tuple[int, ...]
     wrap: Callable[[list[Tensor]], Any]
     empty: Callable[..., Tensor]
@@ -254,25 +223,41 @@ class Plan:
 
     def holds(self) -> bool:
         """Whether the kernels are as they were."""
-        return (
-            all(map(door.goes_straight, self.kinds))
-            and not any(self.hooks)
-            and all([names.get(name) is value for names, name, value in self.constants])
-        )
+        for kind in self.kinds:
+            if not door.goes_straight(kind):
+                return False
+        for names, name, value in self.constants:
+            if names.get(name) is not value:
+                return False
+        return not any(self.hooks)
 
     def repeat(self, addresses: Sequence[int], stream: int) -> Any:
         """The result of a call, for the ``addresses`` of its inputs."""
-        at: list[Any] = [None, *addresses, *[addresses[i] + n for i, n in self.within]]
+        at: list[Any] = [None, *addresses]
+        for i, offset in self.within:
+            at.append(addresses[i] + offset)
         held: dict[int, Tensor] = {}
-        for step in self.steps:
-            for number, layout, offsets in step.makes:
-                held[number] = self.empty(*layout)
-                base = _data_ptr(held[number])
-                at += [base + n for n in offsets]
-            if step.launch is not None:
-                step.launch.repeat(at, stream)
-            for number in step.frees:
+        empty, as_one = self.empty, door.AS_ONE
+        for makes, run, grid, between, take, maps, fixed, frees in self.steps:
+            for number, layout, offsets in makes:
+                held[number] = empty(*layout)
+                address = _data_ptr(held[number])
+                at.append(address)
+                for offset in offsets:
+                    at.append(address + offset)
+            values: Sequence[Any] = take(at)
+            if maps:
+                values = [*values]
+                for i, one in maps:
+                    values[i : i + 1] = one.at(values[i])
+            if as_one:
+                run(*grid, stream, *between, (*values, *fixed))
+            else:
+                run(*grid, stream, *between, *values, *fixed)
+            for number in frees:
                 del held[number]
+        for number, layout in self.last:
+            held[number] = empty(*layout)
         return self.wrap([held[number] for number in self.outputs])
 
 
@@ -285,40 +270,59 @@ def plan_of(recorder: Recorder, result: Any, device: torch.device) -> Plan:
     launches = [step for step in recorder.steps if not isinstance(step, int)]
     if not launches:
         raise Refused("nothing is launched")
-    read = {place for _, places in launches for place in places if place is not None}
     layouts, outputs = _outputs(recorder, result)
-    last = {n: i for i, (_, places) in enumerate(launches) for n, _ in filter(None, places)}
-    within = tuple(sorted(p for p in read if p[0] < recorder.num_inputs and p[1]))
-    order: list[Place | None] = [None, *[(i, 0) for i in range(recorder.num_inputs)], *within]
-    steps, makes = [], []
-    for step in (*recorder.steps, None):
-        if isinstance(step, int):
-            if step in last or step in outputs:
-                offsets = sorted(n for number, n in read if number == step)
-                order += [(step, n) for n in offsets]
-                makes.append((step, layouts[step], tuple(offsets)))
-            continue
-        launch, frees = None, []
-        if step is not None:
-            launch = Launch.of(step[0], door.picker([order.index(place) for place in step[1]]))
-            frees = [n for n in layouts if n not in outputs and last.get(n) == len(steps)]
-        steps.append(Step(tuple(makes), launch, tuple(frees)))
-        makes = []
-    kernels = [launched.kernel for launched, _ in launches]
+    read = {place for _, places in launches for place in places if place is not None}
+    last_reads = {n: i for i, (_, places) in enumerate(launches) for n, _ in filter(None, places)}
+    within = sorted(p for p in read if p[0] < recorder.num_inputs and p[1])
+    order: list[Place | None] = [None, *((i, 0) for i in range(recorder.num_inputs)), *within]
+    steps: list[Step] = []
+    makes: list[tuple[int, Layout, tuple[int, ...]]] = []
+    for step in recorder.steps:
+        if not isinstance(step, int):
+            frees = [n for n in layouts if n not in outputs and last_reads.get(n) == len(steps)]
+            steps.append(_step(tuple(makes), *step, order, tuple(frees)))
+            makes = []
+        elif step in last_reads:
+            offsets = sorted(n for number, n in read if number == step and n)
+            order += [(step, n) for n in (0, *offsets)]
+            makes.append((step, layouts[step], tuple(offsets)))
     constants = {(id(x[0]), x[1]): x for launched, _ in launches for x in launched.compiled[2]}
-    for kernel in kernels:
+    kernels = {id(launched.kernel): launched.kernel for launched, _ in launches}
+    for number, kernel in kernels.items():
         for name in ("debug", "pre_run_hooks"):
-            constants[id(kernel), name] = vars(kernel), name, getattr(kernel, name)
+            constants[number, name] = vars(kernel), name, getattr(kernel, name)
     return Plan(
-        within,
+        tuple(within),
         tuple(steps),
+        tuple((n, layouts[n]) for n in outputs if n not in last_reads),
         tuple(outputs),
         itemgetter(0) if isinstance(result, Tensor) else type(result),
         _empty_on(device),
         tuple(constants.values()),
-        tuple({id(k): k.pre_run_hooks for k in kernels}.values()),
-        frozenset(map(type, kernels)),
+        tuple(kernel.pre_run_hooks for kernel in kernels.values()),
+        frozenset(map(type, kernels.values())) - {JITFunction},  # of which every call asks
     )
+
+
+def _step(
+    makes: tuple[tuple[int, Layout, tuple[int, ...]], ...],
+    launched: door.Launched,
+    places: Sequence[Place | None],
+    order: list[Place | None],
+    frees: tuple[int, ...],
+) -> Step:
+    """``order``: the places of addresses."""
+    run, between, *_ = launched.compiled
+    head, maps = launched.head, []
+    described = [i for i, x in enumerate(head) if x is not None and not isinstance(x, Tensor)]
+    of_maps = run.places if isinstance(run, door.KeptMaps) else ()
+    if [i for i, _ in of_maps] != described[::-1]:
+        raise Refused("a descriptor is taken apart")
+    if isinstance(run, door.KeptMaps):
+        maps = [(i, TensorMaps(run.make, meta, head[i])) for i, meta in of_maps]
+        run = run.raw
+    take = door.picker([order.index(place) for place in places])
+    return Step(makes, run, launched.grid, between, take, tuple(maps), launched.fixed, frees)
 
 
 def _outputs(recorder: Recorder, result: Any) -> tuple[dict[int, Layout], list[int]]:
@@ -368,26 +372,33 @@ class Plans:
         """`run` of ``inputs``, by a plan where there is one; the first tensor is on a GPU."""
         if not _allowed():
             return self.run(*inputs)
-        flat: list[Any] = []
+        tensors: list[Tensor] = []
+        others: list[Any] = []  # with ... for a tensor, and a list's length before what it holds
         for x in inputs:
-            if type(x) is list:
-                flat.append(len(x))
-                flat += x
+            if type(x) in _TENSORS:
+                tensors.append(x)
+                others.append(...)
+            elif type(x) is list:
+                others.append(len(x))
+                for one in x:
+                    if type(one) in _TENSORS:
+                        tensors.append(one)
+                        others.append(...)
+                    else:
+                        others.append(one)
             else:
-                flat.append(x)
-        kinds = tuple(map(type, flat))
-        if not _PLAIN.issuperset(kinds):
+                others.append(x)
+        try:
+            numbers = marshal.dumps(others, 2)  # bytes tell 1 from 1.0, and 0.0 from -0.0
+        except ValueError:  # such as a tensor of another class
             return self.run(*inputs)
-        tensors = [x for x, kind in zip(flat, kinds, strict=True) if kind in _TENSORS]
-        numbers = [x for x, kind in zip(flat, kinds, strict=True) if kind not in _TENSORS]
         active = driver.active
         device = active.get_current_device()
         if [*map(_get_device, tensors)].count(device) < len(tensors):
             return self.run(*inputs)
         addresses = tuple(map(_data_ptr, tensors))
         key = (
-            kinds,
-            marshal.dumps(numbers, 2),  # bytes tell 1 from 1.0, 0.0 from -0.0
+            numbers,
             device,
             number_of_shares(),
             reduce(or_, addresses) % 16 == 0 or tuple([address % 16 for address in addresses]),
@@ -400,7 +411,7 @@ class Plans:
         plan = self.plans.get(key)
         if plan is None:
             return self._without_plan(key, inputs, tensors)
-        if type(plan) is str or not plan.holds():
+        if isinstance(plan, str) or not plan.holds():
             return self.run(*inputs)
         return plan.repeat(addresses, active.get_current_stream(device))
 
@@ -434,14 +445,17 @@ class Plans:
         return result
 
 
+@dataclass(slots=True)
 class _State:
-    """``version``: how often plans were forgotten; of ``settings``, whether they are ``allowed``."""
+    """``version``: how often plans were forgotten. Whether ``settings`` allow them."""
 
-    version, settings, allowed = 0, None, True
+    version: int = 0
+    settings: settings.Settings | None = None
+    allowed: bool = True
 
 
 _ALL: list[Plans] = []
-_STATE: Any = _State()
+_STATE = _State()
 
 
 def _allowed() -> bool:
