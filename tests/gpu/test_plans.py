@@ -15,7 +15,7 @@ from torch import Tensor
 
 from nsa import NSAConfig, engagement, nsa_attention
 from nsa.ops.kernels import plans
-from nsa.ops.kernels.plans import Plan
+from nsa.ops.kernels.plans import LaunchPlan
 from tests.cases import randn
 
 PAPER = NSAConfig()
@@ -101,7 +101,7 @@ def test_bits_are_those_of_the_bodies(case: str, compiled: bool) -> None:
     for _ in range(2 * plans.MOST_TRIES):
         both(attend, sets[0])
     # packed documents meet operators of PyTorch between launches, which refuse a plan
-    assert len(made()) > 6 and sum(type(plan) is Plan for plan in made()) > 6, made()
+    assert len(made()) > 6 and sum(type(plan) is LaunchPlan for plan in made()) > 6, made()
     for _ in range(2):
         got = [both(attend, x) for x in sets]
         assert all(map(equal, got, wanted))
@@ -111,7 +111,7 @@ def test_every_operator_of_a_step_has_a_plan() -> None:
     attend, x = step_of(None), inputs(1, 2048, 0)
     for _ in range(2 * plans.MOST_TRIES):
         both(attend, x)
-    assert len(made()) == 9 and all(type(plan) is Plan for plan in made()), made()
+    assert len(made()) == 9 and all(type(plan) is LaunchPlan for plan in made()), made()
 
 
 def test_streams_are_those_of_each_call() -> None:

@@ -37,7 +37,7 @@ from nsa.ops.interval import roles
 from nsa.ops.kernels import common, plans, shares, tiles
 from nsa.ops.kernels import launch as door
 from nsa.ops.kernels.launch import LaunchedKernel, launch
-from nsa.ops.kernels.plans import Plan, Plans
+from nsa.ops.kernels.plans import LaunchPlan, Plans
 from nsa.ops.scores import kernels as scores
 from tests.cases import randn
 from tests.nsa import absent_gpu
@@ -214,7 +214,7 @@ def planned(given: Sequence[Any] | None = None) -> tuple[Plans, Body]:
 def test_a_like_call_repeats_the_launches_on_its_own_tensors(gpu: Computing) -> None:
     one, body = planned()
     ran = body.calls
-    assert [type(plan) for plan in one.plans.values()] == [Plan] and ran in (2, 3)
+    assert [type(plan) for plan in one.plans.values()] == [LaunchPlan] and ran in (2, 3)
     for seed in range(1, 5):
         given = inputs(seed)
         got = by_plan(one, given)
@@ -318,7 +318,7 @@ def test_each_part_of_the_key_makes_another_plan(
         assert by_it == (n > 1 and len(one.plans) == 2), (change, n)
         assert not by_it or same(got, by_body(body, changed))
     assert by_it
-    assert len(one.plans) == 2 and all(type(plan) is Plan for plan in one.plans.values())
+    assert len(one.plans) == 2 and all(type(plan) is LaunchPlan for plan in one.plans.values())
     ran = body.calls
     got = by_plan(one, first)
     assert body.calls == ran and same(got, by_body(body, first))
@@ -587,7 +587,7 @@ def test_a_part_that_is_all_of_its_memory_is_an_output(gpu: Computing) -> None:
         given = [randn(64, 16, seed=seed)]
         got = by_plan(one, given)
         assert seed < 3 or same(got, by_body(body, given))
-    assert [type(plan) for plan in one.plans.values()] == [Plan]
+    assert [type(plan) for plan in one.plans.values()] == [LaunchPlan]
 
 
 def test_another_function_in_the_place_of_launch_is_refused(
@@ -663,7 +663,9 @@ def test_plans_and_what_was_seen_once_are_bounded(gpu: Computing) -> None:
         given[3] = 16 * n
         for _ in range(3):
             one.call(given)
-    assert len(one.plans) == plans.MOST_PLANS and all(type(x) is Plan for x in one.plans.values())
+    assert len(one.plans) == plans.MOST_PLANS and all(
+        type(x) is LaunchPlan for x in one.plans.values()
+    )
     for n in range(plans.MOST_SEEN + 9):
         given[3] = -16 * n - 16
         one.call(given)
@@ -769,7 +771,7 @@ def test_every_operator_of_a_layer_is_repeated(sizes: dict[str, Any], hopper: Co
         for _ in range(plans.MOST_TRIES):
             one.call(copied(given))
         ((plan),) = one.plans.values()
-        assert type(plan) is Plan, (name, plan)
+        assert type(plan) is LaunchPlan, (name, plan)
         want = by_body(run, given)
         one.run = None  # type: ignore[assignment]
         assert same(by_plan(one, given), want), name

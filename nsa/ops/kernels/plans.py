@@ -7,7 +7,7 @@ tensors are at one address, every number, the current device, and how many share
 of. A setting of the environment, or an attribute of a module of nsa that is set anew (a table of
 tiles, say), forgets every plan.
 
-The second call of a key is recorded: `Recorder` sees every function of PyTorch that the body calls.
+The second call of a key is recorded: `CallRecorder` sees every function of PyTorch that the body calls.
 Of those it knows, metadata is in the key, memory is made anew by each call, and a view is an
 offset. Any other function refuses a plan, so that what reads a value, copies or computes runs in
 every call. So does a launch that went Triton's way. What wants to see calls or launches gets the
@@ -93,7 +93,7 @@ class Refused(Exception):
         self.passes = passes
 
 
-class Recorder(TorchFunctionMode):
+class CallRecorder(TorchFunctionMode):
     """Within, in this thread: what makes memory and what is launched, in order."""
 
     def __init__(self, inputs: Sequence[Tensor]) -> None:
@@ -184,7 +184,7 @@ class TensorMaps:
         return found
 
 
-class Step(NamedTuple):
+class PlannedLaunch(NamedTuple):
     """A launch: ``run`` on ``grid``, with those of the addresses that ``take`` takes, tensor
     ``maps`` in place of some of them (the last first), and ``fixed`` arguments.
 
@@ -203,7 +203,7 @@ class Step(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class LaunchPlan:
     """What a call makes, launches and returns: the memory ``outputs``, as ``wrap`` has them.
 
     Addresses are in one list: none, those of inputs, those ``within`` inputs, those in memory, in
@@ -261,7 +261,7 @@ class Plan:
         return self.wrap([held[number] for number in self.outputs])
 
 
-def plan_of(recorder: Recorder, result: Any, device: torch.device) -> Plan:
+def plan_of(recorder: CallRecorder, result: Any, device: torch.device) -> LaunchPlan:
     """What repeats the call that was recorded; raises Refused."""
     if recorder.why is not None:
         raise recorder.why
@@ -275,7 +275,7 @@ def plan_of(recorder: Recorder, result: Any, device: torch.device) -> Plan:
     last_reads = {n: i for i, (_, places) in enumerate(launches) for n, _ in filter(None, places)}
     within = sorted(p for p in read if p[0] < recorder.num_inputs and p[1])
     order: list[Place | None] = [None, *((i, 0) for i in range(recorder.num_inputs)), *within]
-    steps: list[Step] = []
+    steps: list[PlannedLaunch] = []
     makes: list[tuple[int, Layout, tuple[int, ...]]] = []
     for step in recorder.steps:
         if not isinstance(step, int):
@@ -291,7 +291,7 @@ def plan_of(recorder: Recorder, result: Any, device: torch.device) -> Plan:
     for number, kernel in kernels.items():
         for name in ("debug", "pre_run_hooks"):
             constants[number, name] = vars(kernel), name, getattr(kernel, name)
-    return Plan(
+    return LaunchPlan(
         tuple(within),
         tuple(steps),
         tuple((n, layouts[n]) for n in outputs if n not in last_reads),
@@ -310,7 +310,7 @@ def _step(
     places: Sequence[Place | None],
     order: list[Place | None],
     frees: tuple[int, ...],
-) -> Step:
+) -> PlannedLaunch:
     """``order``: the places of addresses."""
     run, between, *_ = launched.compiled
     head, maps = launched.head, []
@@ -322,10 +322,12 @@ def _step(
         maps = [(i, TensorMaps(run.make, meta, head[i])) for i, meta in of_maps]
         run = run.raw
     take = door.picker([order.index(place) for place in places])
-    return Step(makes, run, launched.grid, between, take, tuple(maps), launched.fixed, frees)
+    return PlannedLaunch(
+        makes, run, launched.grid, between, take, tuple(maps), launched.fixed, frees
+    )
 
 
-def _outputs(recorder: Recorder, result: Any) -> tuple[dict[int, Layout], list[int]]:
+def _outputs(recorder: CallRecorder, result: Any) -> tuple[dict[int, Layout], list[int]]:
     """(layout of all memory by number, numbers of ``result``'s): each is all of some memory, which
     is made as the output has it.
     """
@@ -364,7 +366,7 @@ class Plans:
 
     def __init__(self, run: Callable[..., Any]) -> None:
         self.run = run
-        self.plans: dict[Hashable, Plan | str] = {}  # or why there is none
+        self.plans: dict[Hashable, LaunchPlan | str] = {}  # or why there is none
         self.seen: dict[Hashable, int] = {}  # how often, of keys without one
         _ALL.append(self)
 
@@ -423,7 +425,7 @@ class Plans:
         if not tries or door.RECORDED.note is not None:
             return self.run(*inputs)
         version = _STATE.version
-        recorder = Recorder(tensors)
+        recorder = CallRecorder(tensors)
         door.RECORDED.note = recorder.launched
         try:
             with recorder:
@@ -431,7 +433,7 @@ class Plans:
         finally:
             door.RECORDED.note = None
         try:
-            plan: Plan | str = plan_of(recorder, result, tensors[0].device)
+            plan: LaunchPlan | str = plan_of(recorder, result, tensors[0].device)
         except Refused as why:
             if why.passes and tries < MOST_TRIES:
                 return result
