@@ -16,7 +16,6 @@ from triton.compiler import CompiledKernel
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
-
 # what the compiler says of a tensor map
 MAPS: dict[str, Any] = {
     "swizzle": 2,

@@ -7,8 +7,8 @@ tensors are at one address, every number, the current device, and how many share
 of. A setting of the environment, or an attribute of a module of nsa that is set anew (a table of
 tiles, say), forgets every plan.
 
-The second call of a key is recorded: `CallRecorder` sees every function of PyTorch that the body calls.
-Of those it knows, metadata is in the key, memory is made anew by each call, and a view is an
+The second call of a key is recorded: `CallRecorder` sees every function of PyTorch that the body
+calls. Of those it knows, metadata is in the key, memory is made anew by each call, and a view is an
 offset. Any other function refuses a plan, so that what reads a value, copies or computes runs in
 every call. So does a launch that went Triton's way. What wants to see calls or launches gets the
 body: a mode, a hook, deterministic algorithms, which fill memory.
@@ -212,7 +212,7 @@ class LaunchPlan:
     """
 
     within: tuple[Place, ...]
-    steps: tuple[Step, ...]
+    steps: tuple[PlannedLaunch, ...]
     last: tuple[tuple[int, Layout], ...]
     outputs: tuple[int, ...]
     wrap: Callable[[list[Tensor]], Any]
