@@ -160,7 +160,7 @@ def test_a_call_is_captured(known: bool) -> None:
 @pytest.mark.parametrize("tokens", [2048, 16384])
 def test_the_peak_is_no_higher(tokens: int) -> None:
     attend, x = step_of(None), inputs(1, tokens, 0)
-    peaks = {}
+    peaks = {False: 0, True: 0}  # the recorded call's, too
     for enabled in (False, True):
         plans.enabled = enabled
         for _ in range(2 * plans.MOST_TRIES + 1):
@@ -170,7 +170,7 @@ def test_the_peak_is_no_higher(tokens: int) -> None:
             before = torch.cuda.memory_allocated()
             both(attend, x)
             torch.cuda.synchronize()
-            peaks[enabled] = torch.cuda.max_memory_allocated() - before
+            peaks[enabled] = max(peaks[enabled], torch.cuda.max_memory_allocated() - before)
     assert peaks[True] <= peaks[False], peaks
 
 

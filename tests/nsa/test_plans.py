@@ -324,6 +324,22 @@ def test_each_part_of_the_key_makes_another_plan(
     assert body.calls == ran and same(got, by_body(body, first))
 
 
+def test_which_of_two_tensors_there_is(gpu: Computing) -> None:
+    kernel, x, y = JITFunction(add), *(randn(64, 16, seed=seed) for seed in (1, 2))
+
+    def body(x: Tensor, a: Tensor | None, b: Tensor | None, n: int) -> Tensor:
+        out = torch.empty_like(x)
+        launch(kernel, (1,), x, a, out, b, n, 0.5, 64)
+        return out
+
+    one = Plans(body)
+    for given in ([x, y, None, 3], [x, None, y, 3]):
+        for _ in range(plans.MOST_TRIES):
+            got = by_plan(one, given)
+        assert same(got, by_body(body, given))
+    assert [type(plan) for plan in one.plans.values()] == [LaunchPlan] * 2
+
+
 def test_a_share_is_another_call(gpu: Computing) -> None:
     one, body = planned()
     for _ in range(4):
@@ -396,10 +412,6 @@ def run_replaced(monkeypatch: pytest.MonkeyPatch, body: Body) -> None:
     monkeypatch.setattr(JITFunction, "run", lambda self, *x, **o: run(self, *x, **o))
 
 
-def deterministic(monkeypatch: pytest.MonkeyPatch, body: Body) -> None:
-    monkeypatch.setattr(torch._C, "_get_deterministic_algorithms", lambda: True)
-
-
 @pytest.mark.parametrize(
     "why",
     [
@@ -413,7 +425,6 @@ def deterministic(monkeypatch: pytest.MonkeyPatch, body: Body) -> None:
         debugged,
         knob_set,
         run_replaced,
-        deterministic,
     ],
 )
 def test_what_is_not_known_to_be_right_runs_the_body(
@@ -430,6 +441,18 @@ def test_what_is_not_known_to_be_right_runs_the_body(
         for _ in range(4):
             one.call(inputs())
         assert body.calls <= ran + 4 + 2
+
+
+def test_deterministic_algorithms_run_the_body(gpu: Computing) -> None:
+    one, body = planned()
+    ran = body.calls
+    torch.use_deterministic_algorithms(True)
+    try:
+        one.call(inputs())
+    finally:
+        torch.use_deterministic_algorithms(False)
+    one.call(inputs())
+    assert body.calls == ran + 1
 
 
 class Seeing(TorchDispatchMode):
@@ -634,14 +657,19 @@ def test_a_workspace_is_freed_where_the_body_frees_it_or_before(
     gpu: Computing, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Of three workspaces that follow each other, one is there at a time."""
-    kernel, made, most = JITFunction(add), list[weakref.ref[Tensor]](), [0]
+    kernel, fetching, made, most = JITFunction(add), JITFunction(fetch), list[Any](), [0]
 
     def body(x: Tensor) -> Tensor:
         out = torch.empty_like(x)
         for _ in range(3):
             room = x.new_empty(x.shape)
             launch(kernel, (1,), x, x, room, out, 3, 0.5, 64)
-            del room
+            described = TensorDescriptor(room, [*room.shape], [*room.stride()], [16, 16])
+            launch(fetching, (1,), described, out, 3, 16)
+            gone = weakref.ref(room)
+            del room, described
+            gpu.records.clear()
+            assert gone() is None, "recorded or not"
         return out
 
     def empty(size: Any, strides: Any, dtype: Any) -> Tensor:

@@ -23,7 +23,7 @@ import marshal
 import sys
 from collections.abc import Callable, Hashable, Sequence
 from copy import copy
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import reduce
 from operator import itemgetter, or_
 from types import ModuleType, SimpleNamespace
@@ -48,6 +48,9 @@ MOST_SEEN = 1024  # keys of an operator that were seen once: each decoded token 
 MOST_TRIES = 4  # recordings of a call whose kernels are not all compiled yet
 
 _TENSORS = {Tensor, Parameter}
+_dispatch_modes = torch._C._len_torch_dispatch_stack
+_function_modes = torch._C._len_torch_function_stack
+_is_deterministic = torch._C._get_deterministic_algorithms
 _data_ptr, _get_device, _stride = Tensor.data_ptr, Tensor.get_device, Tensor.stride
 _shape: Callable[[Tensor], Any] = Tensor.shape.__get__  # type: ignore[attr-defined]
 _dtype: Callable[[Tensor], Any] = Tensor.dtype.__get__  # type: ignore[attr-defined]
@@ -101,6 +104,8 @@ class CallRecorder(TorchFunctionMode):
         self.why: Refused | None = None
         self.num_inputs = len(inputs)
         self.made: list[Layout] = []
+        # a number of what was made, or a launch with the places of its head, of descriptors without
+        # their tensors; it holds none of them, so that the body frees them as ever
         self.steps: list[int | tuple[door.Launched, list[Place | None]]] = []
         self._known: dict[int, tuple[Callable[[], Tensor | None], Place]] = {}
         for i, x in reversed([*enumerate(inputs)]):  # of one that is given twice, the first
@@ -152,13 +157,23 @@ class CallRecorder(TorchFunctionMode):
         if launch is None:
             self.why = self.why or Refused("a launch went Triton's way", passes=True)
             return
-        of_head = [x if x is None or isinstance(x, Tensor) else x.base for x in launch.head]
+        tensors = [x if x is None or isinstance(x, Tensor) else x.base for x in launch.head]
         try:
-            places = [None if x is None else self.place_of(x) for x in of_head]
+            places = [None if x is None else self.place_of(x) for x in tensors]
         except Refused as why:
             self.why = self.why or why
             return
-        self.steps.append((launch, places))
+        described = [
+            None if x is tensor else _without_base(x)
+            for x, tensor in zip(launch.head, tensors, strict=True)
+        ]
+        self.steps.append((replace(launch, head=described), places))
+
+
+def _without_base(descriptor: Any) -> Any:
+    one = copy(descriptor)
+    one.base = None
+    return one
 
 
 def _layout(x: Tensor) -> Layout:
@@ -166,11 +181,10 @@ def _layout(x: Tensor) -> Layout:
 
 
 class TensorMaps:
-    """Tensor maps like that of ``descriptor``, of other addresses, as ``make`` makes them."""
+    """Tensor maps of ``descriptor``, which has no tensor, by address, as ``make`` makes them."""
 
     def __init__(self, make: Callable[[Any, Any], list[Any]], meta: Any, descriptor: Any) -> None:
-        self._make, self._meta, self._like = make, meta, copy(descriptor)
-        self._like.base = None
+        self._make, self._meta, self._like = make, meta, descriptor
         self._made: dict[int, list[Any]] = {}
 
     def at(self, address: int) -> list[Any]:
@@ -314,7 +328,7 @@ def _step(
     """``order``: the places of addresses."""
     run, between, *_ = launched.compiled
     head, maps = launched.head, []
-    described = [i for i, x in enumerate(head) if x is not None and not isinstance(x, Tensor)]
+    described = [i for i, x in enumerate(head) if x is not None]
     of_maps = run.places if isinstance(run, door.KeptMaps) else ()
     if [i for i, _ in of_maps] != described[::-1]:
         raise Refused("a descriptor is taken apart")
@@ -462,17 +476,15 @@ _STATE = _State()
 
 def _allowed() -> bool:
     """Whether nothing wants to see what a call does, and settings are those of all plans."""
-    if _STATE.settings is not settings.current():
+    now = settings.current()
+    if _STATE.settings is not now:
         forget()
-        _STATE.settings = settings.current()
-        _STATE.allowed = _STATE.settings.launch_plans.value is not False
+        _STATE.settings, _STATE.allowed = now, now.launch_plans.value is not False
     return (
         enabled
         and _STATE.allowed
         and door.goes_straight(JITFunction)
-        and not torch._C._len_torch_dispatch_stack()
-        and not torch._C._len_torch_function_stack()
-        and not torch._C._get_deterministic_algorithms()
+        and not (_dispatch_modes() or _function_modes() or _is_deterministic())
     )
 
 
@@ -494,7 +506,7 @@ class _Watched(ModuleType):
 
 def _modules() -> list[ModuleType]:
     """Those that operators run, but for this one and `launch`, whose switches each call reads."""
-    names = [name for name in sys.modules if name.startswith(("nsa.ops.", "nsa.routing."))]
+    names = [name for name in sys.modules if name.startswith(("nsa.ops", "nsa.routing"))]
     names = [name for name in names if name not in (__name__, door.__name__)]
     return [module for name in names if isinstance(module := sys.modules[name], ModuleType)]
 
