@@ -74,6 +74,9 @@ MEANINGS: Mapping[str, str] = {
         "1: mark each branch's forward with an NVTX range named by its counter (sel.v2); CUDA only,"
         " none inside torch.compile"
     ),
+    "NSA_LAUNCH_PLANS": (
+        "0, for measurements: path triton decides on its launches anew in every call"
+    ),
     "NSA_DEBUG_LOG": "1: log every new Route once, at INFO to the logger 'nsa'",
     **{
         f"NSA_TRITON_{step.upper()}": f"0, for measurements: path triton without {what}"
@@ -100,6 +103,7 @@ class Settings:
     thresholds: Setting[str] = Setting()
     strict_asserts: Setting[bool] = Setting()
     nvtx: Setting[bool] = Setting()
+    launch_plans: Setting[bool] = Setting()
     debug_log: Setting[bool] = Setting()
     triton_copy: Setting[bool] = Setting()
     triton_lists: Setting[bool] = Setting()

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import functools
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -57,13 +57,17 @@ def define_operator(
     run: Callable[..., Any],
     fake: Callable[..., Any],
     backward: Backward | None = None,
+    *,
+    only_launches: bool = True,
 ) -> None:
     """Register `torch.ops.nsa.NAME`: ``schema`` without the name, ``run`` for every device,
     ``fake`` for its outputs' shapes and dtypes.
 
     With a ``backward`` also NAME_backward, and the gradient; a second derivative is a RuntimeError.
+    ``only_launches``: on a GPU ``run`` does nothing but make memory and launch kernels of ours, so
+    that a like call may repeat it (`nsa.ops.kernels.plans`).
     """
-    _define(name, schema, run, fake)
+    _define(name, schema, run, fake, only_launches)
     operator = getattr(torch.ops.nsa, name)
     if backward is None:
         _FUNCTIONS[name] = derivatives.function_of(name, operator, None, None)
@@ -73,7 +77,13 @@ def define_operator(
     _DIFFERENTIABLE[name] = derivatives.eager_function_of(
         name, functools.partial(run_by_itself, name), backward.save, gradients
     )
-    define_operator(f"{name}_backward", backward.schema, backward.run, backward.fake)
+    define_operator(
+        f"{name}_backward",
+        backward.schema,
+        backward.run,
+        backward.fake,
+        only_launches=only_launches,
+    )
     torch.library.register_autograd(f"nsa::{name}", gradients, setup_context=backward.save)
 
 
@@ -243,9 +253,38 @@ def _first_tensor(argument: object) -> Tensor | None:
     return argument if isinstance(argument, Tensor) else None
 
 
-def _define(name: str, schema: str, run: Callable[..., Any], fake: Callable[..., Any]) -> None:
+def _on_gpu(x: object) -> bool:
+    return isinstance(x, Tensor) and x.is_cuda
+
+
+def _planned(run: Callable[..., Any]) -> Callable[..., Any]:
+    """``run``, by a launch plan where a call is like an earlier one on a GPU."""
+    call: Callable[[Sequence[Any]], Any] | None = None
+
+    @functools.wraps(run)
+    def planned(*arguments: Any, **options: Any) -> Any:
+        nonlocal call
+        if options or not _on_gpu(arguments[0]):
+            return run(*arguments, **options)
+        if call is None:
+            from nsa.ops.kernels.plans import Plans  # Triton
+
+            call = Plans(run).call
+        return call(arguments)
+
+    return planned
+
+
+def _define(
+    name: str,
+    schema: str,
+    run: Callable[..., Any],
+    fake: Callable[..., Any],
+    only_launches: bool,
+) -> None:
     torch.library.define(f"nsa::{name}", schema, tags=(torch.Tag.pt2_compliant_tag,))
-    _RUNS[name] = _on_its_device(run)
+    run = _on_its_device(run)
+    _RUNS[name] = _planned(run) if only_launches else run
     torch.library.impl(f"nsa::{name}", "default", _RUNS[name])
     torch.library.register_fake(f"nsa::{name}", fake)
 

@@ -1,9 +1,7 @@
 """A launch that goes straight to a launcher is the one that Triton would have made: the same
 compiled variant, given the same arguments.
 
-No GPU is needed: Triton's own `JITFunction.run`, specialisation and `CudaLauncher` run, with a
-driver that names a GPU and a compiled kernel that writes down what it is given. Tensors of the CPU
-are on device -1, and so is the driver.
+No GPU is needed: `tests.nsa.absent_gpu`.
 """
 
 from __future__ import annotations
@@ -14,7 +12,6 @@ from concurrent.futures import ThreadPoolExecutor
 from itertools import cycle
 from pathlib import Path
 from random import Random
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -22,16 +19,15 @@ import torch
 import triton.language as tl
 from triton import __version__ as version
 from triton import knobs
-from triton.backends.compiler import GPUTarget
 from triton.backends.nvidia import driver as nvidia
-from triton.compiler import CompiledKernel
-from triton.runtime import driver
 from triton.runtime.jit import JITFunction, KernelInterface
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 import nsa
 from nsa.ops.kernels import launch as door
 from nsa.ops.kernels.launch import LaunchedKernel, launch, representative
+from tests.nsa import absent_gpu
+from tests.nsa.absent_gpu import Gpu
 
 NSA = Path(nsa.__file__).parent
 SCALE = tl.constexpr(8)
@@ -50,77 +46,9 @@ def kernel(function: Any = add, **options: Any) -> Any:
     return JITFunction(function, **options)
 
 
-class Gpu:
-    """Triton's driver of an H100 that is not here. ``records``: (compiled kernel, what its C
-    function was given).
-    """
-
-    def __init__(self) -> None:
-        self.device, self.stream, self.scratch = -1, 7, 0
-        self.records: list[tuple[Any, tuple[Any, ...]]] = []
-        self.descriptors: dict[int, str] = {}
-        fill = {"fill_tma_descriptor": self._fill, "fill_tma_descriptor_tiled": self._fill}
-        self.utils = SimpleNamespace(**fill)
-
-    def get_current_target(self) -> GPUTarget:
-        return GPUTarget("cuda", 90, 32)
-
-    def get_current_device(self) -> int:
-        return self.device
-
-    def get_current_stream(self, device: int) -> int:
-        return self.stream
-
-    def _fill(self, address: int, *rest: Any) -> tuple[Any, ...]:
-        return ("map", address, *(tuple(x) if isinstance(x, list | tuple) else x for x in rest))
-
-    def compiled(self, function: Any, signature: dict[str, str]) -> Any:
-        """What Triton's compiler would have left, up to the machine code."""
-        made: Any = object.__new__(CompiledKernel)
-        launcher: Any = object.__new__(nvidia.CudaLauncher)
-
-        def write_down(*given: Any) -> None:
-            self.records.append((made, given))
-
-        block = {"swizzle": 2, "elem_size": 2, "elem_type": 6, "block_size": [16, 16]}
-        described = [s for s in signature.values() if str(s).startswith("tensordesc")]
-        launcher.launch = nvidia.wrap_handle_tensordesc(
-            write_down, signature, [{**block, "fp4_padded": False} for _ in described]
-        )
-        launcher.num_ctas, launcher.launch_cooperative_grid, launcher.launch_pdl = 1, False, False
-        launcher.global_scratch_size = launcher.profile_scratch_size = self.scratch
-        launcher.global_scratch_align = launcher.profile_scratch_align = 1
-        launcher.arg_annotations, launcher.kernel_signature = [id(made)], b"signature"
-        made.module, made.function, made.src, made.name = 1, id(made), None, function.__name__
-        made.packed_metadata, made._run = (4, 1, 0), launcher
-        return made
-
-    def last(self) -> tuple[Any, ...]:
-        """The last record, with addresses for tensors and nothing for hooks that have no calls."""
-        made, given = self.records[-1]
-        return made, _plain(given)
-
-
-def _plain(x: Any) -> Any:
-    if isinstance(x, torch.Tensor):
-        return x.data_ptr()
-    if isinstance(x, list | tuple):
-        return tuple(map(_plain, x))
-    return None if type(x).__name__ in ("LazyDict", "HookChain") else x
-
-
 @pytest.fixture
 def gpu(monkeypatch: pytest.MonkeyPatch) -> Gpu:
-    made = Gpu()
-
-    def compiles(self: Any, key: Any, signature: Any, device: int, *_: Any) -> Any:
-        built = made.compiled(self.fn, signature)
-        self.device_caches[device][0][key] = built
-        return built
-
-    monkeypatch.setattr(driver, "_active", made)
-    monkeypatch.setattr(JITFunction, "_do_compile", compiles)
-    return made
+    return absent_gpu.installed(monkeypatch)
 
 
 @pytest.fixture

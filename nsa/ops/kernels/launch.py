@@ -16,6 +16,7 @@ a kernel that needs scratch memory, a GPU that is not NVIDIA's.
 from __future__ import annotations
 
 import marshal
+import threading
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import reduce
@@ -38,7 +39,7 @@ CHECKED = {"3.6.0": False, "3.7.1": True}
 enabled = True
 MOST_VALUES = 256  # of a kernel that are remembered: each decoded token may bring new ones
 
-_AS_ONE = CHECKED.get(triton.__version__, False)
+AS_ONE = CHECKED.get(triton.__version__, False)
 # what stands in its place, such as a test's recorder, wants to see each launch
 _RUN: Any = JITFunction.run if triton.__version__ in CHECKED else object()
 # what this process has set: nothing, as a rule
@@ -75,7 +76,7 @@ def compiled_launch(kernel: Any, compiled: Any) -> CompiledLaunch | None:
     how = (compiled.function, launcher.launch_cooperative_grid, launcher.launch_pdl)
     packed, hooks, scratch = compiled.packed_metadata, (None, None, None), (None, None)
     between: tuple[Any, ...] = (*how, *scratch, packed, *hooks)
-    if _AS_ONE:
+    if AS_ONE:
         signature = (launcher.arg_annotations, launcher.kernel_signature)
         between = (*how, packed, *hooks, *scratch, *signature)
     values = kernel.used_global_vals.items()
@@ -95,31 +96,49 @@ def with_kept_maps(launch_: FunctionType) -> Callable[..., None]:
     if any(meta is None for meta in metas):  # it is then passed with its tensor
         return launch_
     scope = launch_.__globals__
-    make, first = scope["make_tensordesc_arg"], 0 if _AS_ONE else scope["_BASE_ARGS_FORMAT_LEN"]
+    before = 0 if AS_ONE else scope["_BASE_ARGS_FORMAT_LEN"]
     # the last one first, so that places before it stay what they are
-    places = [(first + i, meta) for i, meta in zip(sorted(indices), metas, strict=True)][::-1]
-    made: dict[Hashable, list[Any]] = {}
+    places = tuple(zip(sorted(indices), metas, strict=True))[::-1]
+    return KeptMaps(raw, places, scope["make_tensordesc_arg"], before)
 
-    def expanded(arguments: Sequence[Any]) -> list[Any]:
+
+class KeptMaps:
+    """A launcher of a kernel that takes descriptors: ``raw`` with the tensor map that ``make`` made
+    of a descriptor in its place. ``places``: (place among the kernel's arguments, metadata), the
+    last first; ``before`` them are so many in one sequence.
+    """
+
+    __slots__ = ("before", "made", "make", "places", "raw")
+
+    def __init__(
+        self,
+        raw: Callable[..., None],
+        places: tuple[tuple[int, Any], ...],
+        make: Callable[[Any, Any], list[Any]],
+        before: int,
+    ) -> None:
+        self.raw, self.places, self.make, self.before = raw, places, make, before
+        self.made: dict[Hashable, list[Any]] = {}
+
+    def __call__(self, *arguments: Any) -> None:
+        if AS_ONE:
+            self.raw(*arguments[:-1], self.expanded(arguments[-1]))
+        else:
+            self.raw(*self.expanded(arguments))
+
+    def expanded(self, arguments: Sequence[Any]) -> list[Any]:
         found = list(arguments)
-        for at, meta in places:
+        for place, meta in self.places:
+            at = self.before + place
             x = arguments[at]
             key = (at, _data_ptr(x.base), *x.shape, *x.strides, x.padding, _rounds(x))
-            tensor_map = made.get(key)
+            tensor_map = self.made.get(key)
             if tensor_map is None:
-                if len(made) >= MOST_VALUES:
-                    made.clear()
-                tensor_map = made[key] = make(x, meta)
+                if len(self.made) >= MOST_VALUES:
+                    self.made.clear()
+                tensor_map = self.made[key] = self.make(x, meta)
             found[at : at + 1] = tensor_map
         return found
-
-    def launch_all(*arguments: Any) -> None:
-        raw(*expanded(arguments))
-
-    def launch_last(*arguments: Any) -> None:
-        raw(*arguments[:-1], expanded(arguments[-1]))
-
-    return launch_last if _AS_ONE else launch_all
 
 
 def _rounds(descriptor: Any) -> bool:
@@ -153,15 +172,15 @@ class Head:
         absent = [kind for i, kind in enumerate(kinds) if i not in place]
         if {*absent} - {type(None)} or any(params[i].is_constexpr for i in place):
             return None
-        order = _picker([place.get(i, len(tensors)) for i in range(len(kinds))])
+        order = picker([place.get(i, len(tensors)) for i in range(len(kinds))])
         rest = range(len(kinds), len(params))
         return cls(
             len(kinds),
-            _picker(tensors),
-            _picker(descriptors),
+            picker(tensors),
+            picker(descriptors),
             order if absent or descriptors else None,
-            _picker([i for i in rest if not params[i].is_constexpr]),
-            _picker([i for i in rest if params[i].is_constexpr]),
+            picker([i for i in rest if not params[i].is_constexpr]),
+            picker([i for i in rest if params[i].is_constexpr]),
         )
 
 
@@ -270,6 +289,36 @@ def _classes(
 _KERNELS: dict[int, LaunchedKernel] = {}
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class Launched:
+    """A launch that went straight to its launcher: what repeats it. ``head``: the arguments up to
+    the last tensor, ``fixed`` those behind it.
+    """
+
+    kernel: Any
+    compiled: CompiledLaunch
+    grid: tuple[int, int, int]
+    head: Sequence[Any]
+    fixed: tuple[Any, ...]
+
+
+class _Recorded(threading.local):
+    """Of this thread: what is told of its launches, None of one that went Triton's way."""
+
+    note: Callable[[Launched | None], None] | None = None
+
+
+RECORDED = _Recorded()
+
+
+def goes_straight(kind: type) -> bool:
+    """Whether `launch` may go straight to a launcher, of kernels of class ``kind`` that have no
+    hooks of their own, with no setting of this process that decides on a variant.
+    """
+    nothing_set = not (_SET or _SET_TO_COMPILE or _ENTER.calls or _EXIT.calls)
+    return enabled and nothing_set and getattr(kind, "run", None) is _RUN
+
+
 def launch(kernel: Any, grid: Sequence[int], *arguments: Any, **options: Any) -> None:
     """`kernel[grid](*arguments, **options)`, in a fraction of the host's time once its variant is
     compiled.
@@ -277,9 +326,20 @@ def launch(kernel: Any, grid: Sequence[int], *arguments: Any, **options: Any) ->
     On the current device and its current stream. Raises what Triton raises. Tensors, None and
     descriptors come before the first number.
     """
+    note = RECORDED.note
+    if note is None:
+        _launch(kernel, grid, arguments, options)
+    else:
+        note(_launch(kernel, grid, arguments, options))
+
+
+def _launch(
+    kernel: Any, grid: Sequence[int], arguments: tuple[Any, ...], options: dict[str, Any]
+) -> Launched | None:
+    """`launch`; what repeats it, where that is recorded and did not go Triton's way."""
     if not enabled or getattr(type(kernel), "run", None) is not _RUN:
         kernel[grid](*arguments, **options)
-        return
+        return None
     settings: Hashable = ()
     if _SET or _SET_TO_COMPILE or _ENTER.calls or _EXIT.calls or kernel.pre_run_hooks:
         settings = _settings(kernel)
@@ -291,14 +351,14 @@ def launch(kernel: Any, grid: Sequence[int], *arguments: Any, **options: Any) ->
         head = known.head(arguments)
     if head is None or settings is None:
         kernel[grid](*arguments, **options)
-        return
+        return None
     try:
         # version 2: the bytes depend on types and values alone
         numbers = marshal.dumps((arguments[head.length :], options), 2)
     except ValueError:  # none of these; a tensor among them is in the head from now on
         known.head(arguments)
         kernel[grid](*arguments, **options)
-        return
+        return None
     active = driver.active
     device = active.get_current_device()
     tensors = head.tensors(arguments)
@@ -321,19 +381,23 @@ def launch(kernel: Any, grid: Sequence[int], *arguments: Any, **options: Any) ->
     found = known.by_values.get(key) or known.find(key, head, arguments, options)
     if found is None:
         known.remember(kernel[grid](*arguments, **options), key, head, arguments, options)
-        return
-    (run, between, compiled_in, _), fixed = found
+        return None
+    compiled, fixed = found
+    run, between, compiled_in, _ = compiled
     for names, name, value in compiled_in:
         if names.get(name) is not value:
             kernel[grid](*arguments, **options)  # refuses what is not equal, either
-            return
+            return None
     x, y, z = grid if len(grid) == 3 else (*grid, 1, 1)[:3]
     stream = active.get_current_stream(device)
     # an address is taken as it is, where of a tensor the driver would be asked
-    if _AS_ONE:
+    if AS_ONE:
         run(x, y, z, stream, *between, (*values, *fixed))
     else:
         run(x, y, z, stream, *between, *values, *fixed)
+    if RECORDED.note is None:
+        return None
+    return Launched(kernel, compiled, (x, y, z), arguments[: head.length], fixed)
 
 
 def _settings(kernel: Any) -> Hashable | None:
@@ -360,7 +424,7 @@ def _described(descriptor: Any) -> tuple[Any, ...]:
     return _dtype(base), _get_device(base), shape, None if layout is None else repr(layout)
 
 
-def _picker(indices: Sequence[int]) -> Picked:
+def picker(indices: Sequence[int]) -> Picked:
     """Takes the values at ``indices``, always as a tuple."""
     if len(indices) > 1:
         return itemgetter(*indices)

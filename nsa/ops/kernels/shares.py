@@ -27,3 +27,8 @@ def one_of(number: int) -> Iterator[None]:
 def of_all(size: int) -> int:
     """What ``size`` of a call, its queries or elements, is of all shares."""
     return size * _number.get()
+
+
+def number_of_shares() -> int:
+    """1 where the call is no share."""
+    return _number.get()

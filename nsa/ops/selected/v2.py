@@ -146,4 +146,5 @@ define_operator(
         _save,
         _gradients,
     ),
+    only_launches=False,
 )
