@@ -28,7 +28,9 @@ PAGES = sorted(
 REPORTS = sorted(name for name in TRACKED if name.startswith("reports/"))
 EVIDENCE = "reports/evidence"
 # a script of a sweep, or what one printed
-SWEEP = re.compile(r"-script\.txt\.gz$|/tiles-\d\.json\.gz$|/decode-kernels\.txt\.gz$")
+SWEEP = re.compile(
+    r"-script\.txt\.gz$|/tiles-\d\.json\.gz$|/decode-kernels\.txt\.gz$|/copying-h200/\w+\.json\.gz$"
+)
 MAX_BYTES = 5_000_000  # of reports/, a clone carries them all
 _FENCE = re.compile(r"^(```|~~~).*?^\1", re.MULTILINE | re.DOTALL)
 _CODE = re.compile(r"(`+)(?!`).+?(?<!`)\1(?!`)")
