@@ -1,4 +1,4 @@
-"""Cells of a run that, once it is a baseline, can show no drop: BLIND by themselves already. Pure."""
+"""Cells that are BLIND by a run's own noise, so that no drop of theirs shows once it is a baseline."""
 
 from __future__ import annotations
 
