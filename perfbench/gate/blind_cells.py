@@ -1,4 +1,4 @@
-"""Cells that are BLIND by a run's own noise, so that no drop of theirs shows once it is a baseline."""
+"""Cells that a run's own noise makes BLIND: no drop of theirs shows by it as baseline. Pure."""
 
 from __future__ import annotations
 

@@ -430,8 +430,10 @@ def test_the_checkout(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -
 def test_the_disk(
     monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path, free: int, level: Level
 ) -> None:
+    """Of the working directory, below which `perfbench run` writes, whatever the checkout is."""
     monkeypatch.setattr(shutil, "disk_usage", lambda place: SimpleNamespace(free=free))
-    line = lines(NONE, root=tmp_path)["disk"]
+    monkeypatch.chdir(tmp_path)
+    line = lines(NONE, root=ROOT)["disk"]
     assert (
         line.level is level
         and str(tmp_path) in line.value
