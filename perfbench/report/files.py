@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 from pathlib import Path
 
 from perfbench.errors import Exit, PerfbenchError
@@ -79,10 +80,9 @@ def _write_whole(path: Path, content: str) -> None:
 
 
 def _unwritable(out_dir: Path, error: OSError) -> PerfbenchError:
-    text = (
-        f"cannot write the report into {out_dir}: {error.strerror or error}; wanted a writable"
-        " folder: change rights, or give --out"
-    )
+    full = error.errno in (errno.ENOSPC, errno.EDQUOT)
+    step = "make room there" if full else "make it a folder that you may write to"
+    text = f"cannot write the report into {out_dir}: {error.strerror or error}. Next: {step}"
     return PerfbenchError(Exit.USAGE, text)
 
 
