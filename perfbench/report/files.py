@@ -156,8 +156,8 @@ def _host_bound(rows: list[Row]) -> str:
     known = [row.bound for row in rows if row.bound is not None]
     host = known.count("host")
     return (
-        f"\n{host} of {len(known)} cells are host bound: their wall time follows the CPU, not the"
-        " card"
+        f"\n{host} of {len(known)} cells {'is' if host == 1 else 'are'} host bound:"
+        f" {'its' if host == 1 else 'their'} wall time follows the CPU, not the card"
         if host
         else ""
     )
