@@ -2,6 +2,6 @@
 
 from perfbench.codegen.baseline import find_baseline, merged
 from perfbench.codegen.baseline import write_baseline_file
-from perfbench.codegen.building import build_all, chosen_builds
+from perfbench.codegen.building import build_all, chosen_builds, chosen_kernels
 from perfbench.codegen.judging import CodeJudgement, judge_code
 from perfbench.codegen.pages import code_json, code_markdown, code_text

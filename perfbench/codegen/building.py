@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import ast
 import json
 import signal
 import subprocess
 import sys
 import tempfile
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
+from pathlib import Path
 from threading import Lock
 from typing import IO, Any
 
+import nsa
 from perfbench.codegen.nouns import NUMBERS, CompiledKernels, KernelVariant, MachineCode, Toolchain
 from perfbench.errors import Exit, PerfbenchError
 from perfbench.machine import compiling_environment
@@ -36,6 +40,41 @@ def chosen_builds(architectures: Sequence[str] | None) -> tuple[SmAndShape, ...]
                 Exit.USAGE, f"--arch {one!r} is not compiled for. Next: one of {known}"
             )
     return tuple(one for one in BUILDS if one[0] in chosen)
+
+
+def chosen_kernels(globs: Sequence[str] | None) -> tuple[str, ...]:
+    """``globs``, all by default; USAGE, before anything is compiled, where none of them fits a
+    kernel of nsa by its source. One that fits may still be launched nowhere.
+    """
+    chosen = tuple(globs or ("*",))
+    if globs and not any(fnmatchcase(name, one) for name in _kernel_names() for one in chosen):
+        raise _fits_none(chosen)
+    return chosen
+
+
+def _kernel_names() -> Iterator[str]:
+    """Every function of nsa that Triton compiles; read, not imported."""
+    (home,) = nsa.__path__
+    for path in sorted(Path(home).rglob("*.py")):
+        text = path.read_text(encoding="utf-8")
+        if ".jit" not in text:
+            continue
+        for node in ast.walk(ast.parse(text)):
+            if isinstance(node, ast.FunctionDef) and any(map(_is_jit, node.decorator_list)):
+                yield node.name
+
+
+def _is_jit(decorator: ast.expr) -> bool:
+    called = decorator.func if isinstance(decorator, ast.Call) else decorator
+    return isinstance(called, ast.Attribute) and called.attr == "jit"
+
+
+def _fits_none(kernels: Sequence[str]) -> PerfbenchError:
+    return PerfbenchError(
+        Exit.USAGE,
+        f"--kernel {' '.join(kernels)!r} fits no kernel that is launched. Next: a glob such as"
+        " 'nsa_interval_*'",
+    )
 
 
 def build_all(
@@ -64,11 +103,7 @@ def build_all(
     if work.problem is not None:
         raise work.problem
     if not work.code and not work.failed:
-        raise PerfbenchError(
-            Exit.USAGE,
-            f"--kernel {' '.join(kernels)!r} fits no kernel that is launched. Next: a glob such as"
-            " 'nsa_interval_*'",
-        )
+        raise _fits_none(kernels)
     return CompiledKernels(Toolchain(work.triton, work.ptxas), work.code, work.failed, work.sources)
 
 

@@ -65,6 +65,7 @@ def codegen(
     from perfbench.codegen import (
         build_all,
         chosen_builds,
+        chosen_kernels,
         code_json,
         code_markdown,
         code_text,
@@ -75,7 +76,7 @@ def codegen(
     )
 
     builds = chosen_builds(arch)
-    kernels = tuple(kernel or "*")
+    kernels = chosen_kernels(kernel)
     built = build_all(builds, kernels=kernels, jobs=jobs or _cores(), progress=say)
     # a whole update wants nothing of what is there, which may be damaged
     whole = update and kernel is None and arch is None

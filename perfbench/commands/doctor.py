@@ -11,6 +11,7 @@ import typer
 
 from perfbench.commands import options as opt
 from perfbench.commands.console import print_text
+from perfbench.text import plain
 
 Log = Annotated[
     Path | None,
@@ -35,9 +36,16 @@ Gpu = Annotated[
 def doctor(log: Log = None, gpu: Gpu = None, as_json: opt.Json = False) -> None:
     """Say what a run would find on this machine, or what went wrong in one."""
     from perfbench.commands.outcome import CHECKOUT
-    from perfbench.machine.doctor import diagnose, exit_code, render_text
+    from perfbench.machine.doctor import diagnose, exit_code, log_lines, render_text
 
-    lines = diagnose(CHECKOUT, log=log, gpu=gpu)
-    text = json.dumps([asdict(line) for line in lines], indent=2) if as_json else render_text(lines)
+    of_log = [] if log is None else log_lines(log)
+    here = diagnose(CHECKOUT, gpu=gpu)
+    lines = [*of_log, *here]
+    if as_json:
+        text = json.dumps([asdict(line) for line in lines], indent=2)
+    elif log is None:
+        text = render_text(here)
+    else:
+        text = f"{plain(log)}:\n{render_text(of_log)}\nthis machine, now:\n{render_text(here)}"
     print_text(text)
     raise typer.Exit(exit_code(lines))

@@ -53,6 +53,10 @@ Runs = Annotated[
 All = Annotated[
     bool, typer.Option("--all", help="Each RUN is a folder: add every run that lies below it.")
 ]
+Force = Annotated[
+    bool,
+    typer.Option("--force", help="Replace a stored run by a copy with fewer rows, too."),
+]
 CellName = Annotated[
     str | None,
     typer.Argument(
@@ -114,7 +118,11 @@ def upgrade(history: opt.HistoryUrl = None) -> None:
 
 @app.command()
 def add(
-    run: Runs, every: All = False, history: opt.HistoryUrl = None, as_json: opt.Json = False
+    run: Runs,
+    every: All = False,
+    force: Force = False,
+    history: opt.HistoryUrl = None,
+    as_json: opt.Json = False,
 ) -> None:
     """Add runs, judged as `report` judges them; one that is there already stays."""
     from perfbench.commands.keeping import add_folder, runs_named
@@ -132,7 +140,7 @@ def add(
                 continue
             for path in paths:
                 try:
-                    for one, how in add_folder(opened, path):
+                    for one, how in add_folder(opened, path, may_shrink=force):
                         about = {"added": how.value, "run_id": one.info.run_id}
                         about |= {"folder": path.as_posix(), "suite": one.info.suite}
                         about |= {"card": one.info.card, "headline": one.info.headline}

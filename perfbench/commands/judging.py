@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import shlex
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -59,6 +59,12 @@ def screen(run_path: Path, baseline_path: Path | None, strict: bool) -> Outcome:
 def judge_stored(run_path: Path, baseline_path: Path | None, strict: bool) -> Outcome:
     """Both stages: `screen`, and what an earlier `check` confirmed of this run."""
     outcome = screen(run_path, baseline_path, strict)
+    known = outcome.baseline.cells if isinstance(outcome.baseline, Baseline) else {}
+    own = {cell_id for cell_id, cell in known.items() if cell.run_id == outcome.run.manifest.run_id}
+    return _named_as_own(_with_pairs(outcome), own)
+
+
+def _with_pairs(outcome: Outcome) -> Outcome:
     cells, policy = outcome.judgement.to_confirm, outcome.policy
     if not cells:
         return outcome
@@ -68,6 +74,23 @@ def judge_stored(run_path: Path, baseline_path: Path | None, strict: bool) -> Ou
     commits = base_commits(cells, outcome.baseline, policy)
     found = stored_confirmation(outcome.folder, commits, policy)
     return outcome if found is None else outcome.confirmed(found)
+
+
+def _named_as_own(outcome: Outcome, own: Collection[str]) -> Outcome:
+    """With a headline that says so where cells are compared with themselves; ``own``: the base's
+    cells that are of this very run.
+    """
+    judgement = outcome.judgement
+    compared = [cell.cell_id for cell in judgement.cells if cell.compared]
+    count = sum(cell_id in own for cell_id in compared)
+    if not count:
+        return outcome
+    said = (
+        f"compared with itself: the base of {count} of {len(compared)} cells is this very run, so"
+        " their changes mean nothing"
+    )
+    headline = f"{said}: {judgement.headline}"
+    return replace(outcome, judgement=replace(judgement, headline=headline))
 
 
 def judge_as_made(run_path: Path) -> Outcome:
@@ -138,7 +161,9 @@ def judge_pair(base: Run, candidate: Run, folder: Path, strict: bool) -> Outcome
     )
     looser = tuple(f"looser than the base, which judges: {one}" for one in joint.loosened)
     judgement = replace(judgement, notes=(*judgement.notes, *looser))
-    return Outcome(candidate, judgement, folder, base_run=base, policies=joint.policies)
+    outcome = Outcome(candidate, judgement, folder, base_run=base, policies=joint.policies)
+    is_same = base.manifest.run_id == candidate.manifest.run_id
+    return _named_as_own(outcome, {row.cell_id for row in base.replicates} if is_same else ())
 
 
 def judge_pair_folder(folder: Path, strict: bool = False) -> Outcome:

@@ -30,7 +30,7 @@ def keep(outcome: Outcome, url: str | None, *, silent: bool = False) -> None:
         from perfbench.history import open_history  # needs packages of its own
 
         with open_history(named) as history:
-            added = history.add(as_history_run(outcome))
+            added = history.add(as_history_run(outcome), may_shrink=False)
     except (PerfbenchError, KeyboardInterrupt) as error:
         why = "interrupted" if isinstance(error, KeyboardInterrupt) else str(error)
         where = [] if url is None else ["--history", shown_address(url)]
@@ -42,11 +42,13 @@ def keep(outcome: Outcome, url: str | None, *, silent: bool = False) -> None:
         say(f"{shown_address(named)}: {added.value} {outcome.run.manifest.run_id}")
 
 
-def add_folder(history: History, path: Path) -> Iterator[tuple[HistoryRun, Added]]:
+def add_folder(
+    history: History, path: Path, *, may_shrink: bool = False
+) -> Iterator[tuple[HistoryRun, Added]]:
     """Add the run, or both sides of the `ab` folder, at ``path``."""
     for outcome in judged_at(path):
         run = as_history_run(outcome)
-        yield run, history.add(run)
+        yield run, history.add(run, may_shrink=may_shrink)
 
 
 def as_history_run(outcome: Outcome) -> HistoryRun:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -54,12 +55,19 @@ class Outcome:
         return policy_of(self.run) if self.policies is None else self.policies
 
     def write_report(self, out: Path | None = None) -> list[Path]:
-        """The report, its pictures, and for machines verdict.json, junit.xml and the badge."""
+        """The report, its pictures, and for machines verdict.json, junit.xml and the badge;
+        PerfbenchError, with the command that writes them later, where they cannot be written.
+        """
         from perfbench.report import render, write_ci
 
         to = out or self.folder
-        small = write_ci(self.run, self.judgement, to)  # where pictures no longer fit, it does
-        return render(self.run, self.judgement, to, self._report_context()) + small
+        try:
+            small = write_ci(self.run, self.judgement, to)  # where pictures no longer fit, it does
+            return render(self.run, self.judgement, to, self._report_context()) + small
+        except PerfbenchError as error:
+            later = shlex.join(["perfbench", "report", str(self.folder), "--out", "DIR"])
+            text = f"{error}, or name another place: `{later}` writes it later; the run is kept"
+            raise PerfbenchError(error.exit_code, text) from error
 
     def report(self) -> str:
         """The report's Markdown, without its pictures."""
@@ -136,7 +144,9 @@ def finish(
         files = outcome.write_report(out) if write else []
     except PerfbenchError as error:
         say(str(error))
-        code = code or error.exit_code
+        if code is Exit.OK:
+            code = error.exit_code
+            say(f"exit {int(code)}: the verdict is exit 0, and its report could not be written")
     for file in files:
         say(f"wrote {file}")
     markdown = next((file for file in files if file.name == "report.md"), None)

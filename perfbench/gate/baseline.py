@@ -10,6 +10,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 from perfbench.errors import Exit, PerfbenchError
+from perfbench.gate.blind_cells import blind_cells
 from perfbench.gate.cards import cards_of, on_several
 from perfbench.gate.cell_sides import side_of_rows
 from perfbench.gate.comparable import environment_differences, sentinel_rates
@@ -124,6 +125,7 @@ def promote(
         baseline = baseline.model_copy(update={"rules": rules.to_stored()})
         notes += _loosened(rules, old)
     baseline = write_baseline(path, baseline)
+    notes += blind_cells(run, baseline, rules)
     return Promotion(
         path, baseline, sorted(set(cells) - set(kept)), sorted(kept), sorted(removed), notes
     )

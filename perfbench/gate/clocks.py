@@ -21,8 +21,9 @@ def clock_faults(timed_s: Sequence[float], clocks: OtherClocks) -> list[str]:
     """A sentence for each clock that contradicts ``timed_s``, the seconds of each sample."""
     total_s, slack_s = sum(timed_s), CLOCK_SLACK_S * len(timed_s)
     between_s = FLUSH_SLACK * clocks.between_s
+    raw_aside_s = between_s + clocks.aside_s
     found = [
-        _apart(total_s, clocks.raw_s, between_s, slack_s, "the kernel's raw clock"),
+        _apart(total_s, clocks.raw_s, raw_aside_s, slack_s, "the kernel's raw clock"),
         _cpu_fault(total_s, between_s + slack_s, clocks),
     ]
     if clocks.parent_s is not None:
@@ -30,7 +31,8 @@ def clock_faults(timed_s: Sequence[float], clocks: OtherClocks) -> list[str]:
         word_s = slack_s + MESSAGE_SLACK_S
         found.append(_apart(total_s, clocks.parent_s, between_s, word_s, "the parent's clock"))
     if clocks.gemm_s is not None and clocks.gemm_raw_s is not None:
-        odd = _apart(clocks.gemm_s, clocks.gemm_raw_s, 0.0, CPU_TICK_S, "the kernel's raw clock")
+        aside_s, other = clocks.gemm_aside_s, "the kernel's raw clock"
+        odd = _apart(clocks.gemm_s, clocks.gemm_raw_s, aside_s, CPU_TICK_S, other)
         return [*_sentences("the samples", found), *_sentences("the GEMM's repeats", [odd])]
     return _sentences("the samples", found)
 
@@ -39,15 +41,15 @@ def _sentences(subject: str, faults: Sequence[str]) -> list[str]:
     return [f"{subject} {fault}" for fault in faults if fault]
 
 
-def _apart(clock_s: float, other_s: float, between_s: float, slack_s: float, other: str) -> str:
-    """Where the two clocks disagree; ``between_s`` may be in ``other_s`` alone."""
-    least = (other_s - between_s) * (1 - MAX_CLOCK_MISMATCH) - slack_s
+def _apart(clock_s: float, other_s: float, aside_s: float, slack_s: float, other: str) -> str:
+    """Where the two clocks disagree; ``aside_s`` may be in ``other_s`` alone."""
+    least = (other_s - aside_s) * (1 - MAX_CLOCK_MISMATCH) - slack_s
     most = other_s * (1 + MAX_CLOCK_MISMATCH) + min(slack_s, CPU_TICK_S)
     if least <= clock_s <= most:
         return ""
-    flushes = f", at most {between_s:.4g} s of it between the steps" if between_s else ""
+    aside = f", at most {aside_s:.4g} s of it outside of the steps" if aside_s > slack_s else ""
     return (
-        f"add up to {clock_s:.4g} s, and {other} saw {other_s:.4g} s pass{flushes}: the clock is"
+        f"add up to {clock_s:.4g} s, and {other} saw {other_s:.4g} s pass{aside}: the clock is"
         " wrong"
     )
 

@@ -105,6 +105,12 @@ def _info(row: Row[Any]) -> RunInfo:
     )
 
 
+def stored_cells(connection: Connection, run_id: str) -> list[HistoryCell]:
+    """Of the run of exactly this name; none where it is not there."""
+    found = run_infos(connection, [runs.c.digest == digest(run_id)])
+    return [cell for number, _ in found for cell in cells_of(connection, number)]
+
+
 def cells_of(connection: Connection, run: int) -> list[HistoryCell]:
     """In the order of the run."""
     measured: dict[int, dict[str, MeasuredValue]] = defaultdict(dict)

@@ -60,14 +60,18 @@ class History:
     def revision(self) -> str:
         return self._database.revision
 
-    def add(self, run: HistoryRun) -> Added:
+    def add(self, run: HistoryRun, *, may_shrink: bool = True) -> Added:
         """Stores a run, all of it or nothing; another content of the same run_id is replaced.
+        ``may_shrink`` false: unless it lacks measurements that are stored, as a copy does that was
+        cut off.
 
         PerfbenchError: a number that is not finite, a null without a reason, a time without a zone,
-        a cell twice, a metric that nothing describes, text with NUL.
+        a cell twice, a metric that nothing describes, text with NUL; a copy that lacks some.
         """
         writing.check(run)
         with self._database.write() as connection:
+            if not may_shrink:
+                writing.check_nothing_lost(reading.stored_cells(connection, run.info.run_id), run)
             return writing.add(connection, run)
 
     def delete_runs(self, run_ids: Sequence[str]) -> int:

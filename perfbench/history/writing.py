@@ -19,6 +19,8 @@ OF_INFO = (  # columns of `runs` that are fields of RunInfo
     *("branch", "is_dirty", "command", "headline", "exit_code", "folder"),
 )
 
+UNMEASURED = ("FAILED", "MISSING")  # verdicts of a cell without a usable row
+
 
 class Added(StrEnum):
     """What `History.add` did."""
@@ -52,6 +54,31 @@ def check(run: HistoryRun) -> None:
                     raise _refused(info, f"{place}: {field} is {number}, wanted a number or null")
             if measured.value is None and not measured.reason:
                 raise _refused(info, f"{place}: the value is null without a reason")
+
+
+def check_nothing_lost(stored: Iterable[HistoryCell], run: HistoryRun) -> None:
+    """PerfbenchError where ``run`` was measured less often than what is stored of it. A cell whose
+    numbers a verdict withholds has lost none.
+    """
+    now = {cell.cell_id: cell for cell in run.cells}
+    lost = []
+    for before in stored:
+        had, cell = _processes(before), now.get(before.cell_id)
+        has = 0 if cell is None else _processes(cell)
+        unmeasured = cell is None or cell.verdict in UNMEASURED
+        if has < had and (has or unmeasured):
+            lost.append(f"{before.cell_id} has {has} of {had} processes")
+    if lost:
+        more = f" (and {len(lost) - 1} more cells)" if len(lost) > 1 else ""
+        raise PerfbenchError(
+            Exit.USAGE,
+            f"run {run.info.run_id!r}: this copy has fewer rows than the one in the history:"
+            f" {lost[0]}{more}. Next: add the whole run, or --force to keep this copy instead",
+        )
+
+
+def _processes(cell: HistoryCell) -> int:
+    return max((one.count for one in cell.measured.values()), default=0)
 
 
 def _refused(info: RunInfo, problem: str) -> PerfbenchError:

@@ -74,5 +74,8 @@ def too_large(
 
 
 def gib(size: int) -> str:
-    """'1,234.5 GiB'."""
-    return f"{size / GIB:,.1f} GiB"
+    """'1,234.5 GiB'; what is small in MiB or KiB, so that it is not 0.0."""
+    for unit, bytes_ in (("GiB", GIB), ("MiB", 2**20)):
+        if size >= bytes_ / 10:
+            return f"{size / bytes_:,.1f} {unit}"
+    return f"{size / 2**10:,.1f} KiB"

@@ -320,7 +320,10 @@ def plan_text(plan: Plan, matrix: Matrix) -> str:
         f"Own step {one.workload}: {one.file}, sha256 {one.sha256[:12]}; `run` runs its code"
         for one in plan.own_steps
     ]
-    lines.append(f"Memory: {memory.gib(plan.least_bytes)} at least, by the largest cell")
+    if plan.least_bytes:
+        lines.append(f"Memory: {memory.gib(plan.least_bytes)} at least, by the largest cell")
+    elif plan.own_steps:
+        lines.append("Memory: not known of a step of your own")
     return "\n".join(lines) + "\n"
 
 

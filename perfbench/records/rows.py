@@ -390,11 +390,14 @@ class OtherClocks(_Record):
     # the kernel's raw clock over all samples, and over what ran between their steps
     raw_s: float
     between_s: float = 0.0
+    # of raw_s, before a sample's first step and after its last; 0 in older files, and on a GPU
+    aside_s: float = 0.0
     cpu_s: float  # CPU time of the process meanwhile
     # that computed on a CPU, so that no more CPU time can have passed; null on a GPU
     threads: int | None = None
     gemm_s: float | None = None  # by the samples' clock
     gemm_raw_s: float | None = None
+    gemm_aside_s: float = 0.0
     # the parent's clock over the whole window, the messages' way included; null in older files, and
     # where no parent watched
     parent_s: float | None = None

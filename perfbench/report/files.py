@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 from pathlib import Path
 
 from perfbench.errors import Exit, PerfbenchError
@@ -79,10 +80,9 @@ def _write_whole(path: Path, content: str) -> None:
 
 
 def _unwritable(out_dir: Path, error: OSError) -> PerfbenchError:
-    text = (
-        f"cannot write the report into {out_dir}: {error.strerror or error}; wanted a writable"
-        " folder: change rights, or give --out"
-    )
+    full = error.errno in (errno.ENOSPC, errno.EDQUOT)
+    step = "make room there" if full else "make it a folder that you may write to"
+    text = f"cannot write the report into {out_dir}: {error.strerror or error}. Next: {step}"
     return PerfbenchError(Exit.USAGE, text)
 
 
@@ -156,8 +156,8 @@ def _host_bound(rows: list[Row]) -> str:
     known = [row.bound for row in rows if row.bound is not None]
     host = known.count("host")
     return (
-        f"\n{host} of {len(known)} cells are host bound: their wall time follows the CPU, not the"
-        " card"
+        f"\n{host} of {len(known)} cells {'is' if host == 1 else 'are'} host bound:"
+        f" {'its' if host == 1 else 'their'} wall time follows the CPU, not the card"
         if host
         else ""
     )

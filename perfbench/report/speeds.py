@@ -385,6 +385,7 @@ def _bar(axes: Axes, place: float, row: Row, most: float, like: Any) -> None:
     dense = "" if row.is_dense or row.x_dense is None else f"   {ratio(row.x_dense)} x dense"
     caveat = "   host bound" if row.bound == "host" else ""
     caveat += "   too noisy" if why == "too noisy" else ""
+    caveat += f" (± {row.half_pct:,.0f} %)" if why and row.half_pct is not None else ""
     axes.text(end + 0.008 * most, place, f"{row.tok_per_s:,.0f}{dense}{caveat}", va="center")
     axes.texts[-1].set(fontsize=8, color=ALARM if caveat else INK)
 

@@ -11,6 +11,13 @@ from typing import Any, Protocol
 
 
 class Clock(Protocol):
+    @property
+    def is_of_host(self) -> bool:
+        """Whether the host's clock is read right before the first call and right after the last:
+        then many calls may be given as one.
+        """
+        ...
+
     def now(self) -> float:
         """Monotonic seconds."""
         ...
@@ -27,6 +34,8 @@ class Clock(Protocol):
 
 class PerfCounterClock:
     """For a CPU, where a call returns when its work is done."""
+
+    is_of_host = True
 
     def now(self) -> float:
         return time.perf_counter()
@@ -53,6 +62,8 @@ class CudaEventClock:
     """Events on the current stream, around all steps or around each, read only after the last has
     completed.
     """
+
+    is_of_host = False
 
     def now(self) -> float:
         return time.perf_counter()
@@ -88,11 +99,18 @@ def raw_seconds() -> float:
 class CheckedClock:
     """``clock``, each of whose intervals is timed by the raw clock as well: ``clock_s`` and
     ``raw_s`` add up what either saw, what runs between steps included in the latter alone.
+
+    ``aside_s`` of ``raw_s`` passed before a sample's first step or after its last: a busy machine
+    may stop the process between the readings of two clocks. Known of a clock of the host alone.
     """
 
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
-        self.clock_s = self.raw_s = 0.0
+        self.clock_s = self.raw_s = self.aside_s = 0.0
+
+    @property
+    def is_of_host(self) -> bool:
+        return self._clock.is_of_host
 
     def now(self) -> float:
         return self._clock.now()
@@ -100,9 +118,24 @@ class CheckedClock:
     def time_steps(
         self, step: Callable[[], None], steps: int, between: Callable[[], None] | None = None
     ) -> float:
+        check_steps(steps)
+        within_s: float | None = None
+
+        def all_steps() -> None:
+            nonlocal within_s
+            first = raw_seconds()
+            for _ in range(steps):
+                step()
+            within_s = raw_seconds() - first
+
         begin = raw_seconds()
-        seconds = self._clock.time_steps(step, steps, between)
-        self.raw_s += raw_seconds() - begin
+        if between is None and self._clock.is_of_host:
+            seconds = self._clock.time_steps(all_steps, 1)
+        else:
+            seconds = self._clock.time_steps(step, steps, between)
+        raw_s = raw_seconds() - begin
+        self.raw_s += raw_s
+        self.aside_s += 0.0 if within_s is None else raw_s - within_s
         self.clock_s += seconds
         return seconds
 

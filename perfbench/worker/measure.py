@@ -209,10 +209,12 @@ def _timed(
     facts["other_clocks"] = OtherClocks(
         raw_s=timed.raw_s,
         between_s=timed.between_s,
+        aside_s=timed.aside_s,
         cpu_s=timed.cpu_s,
         threads=None if job.device == "cuda" else torch.get_num_threads(),
         gemm_s=gemm_clock.clock_s,
         gemm_raw_s=gemm_clock.raw_s,
+        gemm_aside_s=gemm_clock.aside_s,
     )
     if work.cache is None:
         facts["absent"]["cache"] = f"workload={job.axes.workload} keeps no cache"

@@ -168,11 +168,13 @@ def _timed(
     found["other_clocks"] = OtherClocks(
         raw_s=timed.raw_s,
         between_s=timed.between_s,
+        aside_s=timed.aside_s,
         cpu_s=timed.cpu_s,
         # the step may have threads of its own, on no more CPUs than there are
         threads=None if on_gpu else max(torch.get_num_threads(), os.cpu_count() or 1),
         gemm_s=gemm_clock.clock_s if found["physics"] is not None else None,
         gemm_raw_s=gemm_clock.raw_s if found["physics"] is not None else None,
+        gemm_aside_s=gemm_clock.aside_s,
     )
     word.not_proved += [
         f"{name}=on (the step was asked for it)"

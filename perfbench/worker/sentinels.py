@@ -141,6 +141,7 @@ def measure(job: Job, clock: Clock, sampler: Sampler, turn: Turn) -> Replicate:
         samples_s=samples_s,
         other_clocks=OtherClocks(
             raw_s=checked.raw_s,
+            aside_s=checked.aside_s,
             cpu_s=cpu_s,
             threads=None if job.device == "cuda" else torch.get_num_threads(),
         ),

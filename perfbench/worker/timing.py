@@ -90,8 +90,8 @@ class Timed:
     """What the timed window showed.
 
     ``flushed``: the L2 was emptied before each step, outside of the samples. ``raw_s``: how long
-    all of it took by the raw clock, ``between_s`` of which were the flushes; ``cpu_s``: CPU time of
-    this process meanwhile.
+    all of it took by the raw clock, ``between_s`` of which were the flushes and ``aside_s`` lay
+    outside of the samples; ``cpu_s``: CPU time of this process meanwhile.
     """
 
     samples_s: list[float]
@@ -101,6 +101,7 @@ class Timed:
     flushed: bool = False
     raw_s: float = 0.0
     between_s: float = 0.0
+    aside_s: float = 0.0
     cpu_s: float = 0.0
 
     @property
@@ -191,6 +192,7 @@ def time_samples(
         flushed=between is not None,
         raw_s=checked.raw_s,
         between_s=_seconds_of(between, clock) * steps * len(samples),
+        aside_s=checked.aside_s,
         cpu_s=cpu_s,
     )
 

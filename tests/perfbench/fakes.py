@@ -15,6 +15,8 @@ class FakeClock:
     each.
     """
 
+    is_of_host = False
+
     def __init__(self, step_s: float | Iterator[float] = 0.01) -> None:
         self._step_s = step_s
         self._now = 0.0
@@ -44,6 +46,10 @@ class FakeClock:
 
 class WrongClock:
     """``clock``, but its second lasts ``factor`` true ones."""
+
+    @property
+    def is_of_host(self) -> bool:
+        return self._clock.is_of_host
 
     def __init__(self, clock: Clock, factor: float) -> None:
         self._clock, self._factor = clock, factor

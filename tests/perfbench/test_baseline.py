@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 
 from perfbench.errors import Exit, PerfbenchError
 from perfbench.gate.baseline import promote
+from perfbench.gate.blind_cells import blind_cells
 from perfbench.gate.judging import judge
 from perfbench.matrix.policy import GatePolicy
 from perfbench.records import BaselineProblem
@@ -562,3 +563,55 @@ def test_show_names_run_environment_and_every_cell() -> None:
         .splitlines()[6]
         .endswith("assumed")
     )
+
+
+# --- what cannot be gated
+
+
+def noisy(run: Run, cell_id: str, factors: tuple[float, ...], **changes: Any) -> Run:
+    cell = next(one for one in run.manifest.cells if one.cell_id == cell_id)
+    return b.change_rows(
+        run,
+        cell_id,
+        lambda row: b.replicate(
+            cell, row.replicate, tok_per_s=600 * factors[row.replicate], **changes
+        ),
+    )
+
+
+def notes_of(run: Run, path: Path) -> list[str]:
+    return promote(run, path, promoted_utc=b.UTC).notes
+
+
+def test_a_noisy_run_is_promoted_with_a_warning_that_names_each_blind_cell(target: Path) -> None:
+    """A run of ± 514 % became a baseline without a word."""
+    run = noisy(b.small_run(noise=0.001), TRAIN, (0.4, 1.0, 2.5))
+    head, line = notes_of(run, target)
+    assert head.startswith("warning: 1 of 4 cells are too noisy to gate (BLIND): ")
+    assert "Next: measure again on a quiet machine, or raise measure.processes" in head
+    judged = {one.cell_id: one for one in judge(run, load_baseline(target), GatePolicy()).cells}
+    assert judged[TRAIN].verdict is Verdict.BLIND and judged[TRAIN].mde_pct is not None
+    assert line == f"  {TRAIN}: MDE {judged[TRAIN].mde_pct:,.1f} %"
+
+
+def test_a_calm_run_is_promoted_without_a_warning(target: Path) -> None:
+    assert notes_of(b.small_run(noise=0.001), target) == []
+
+
+@pytest.mark.parametrize("every", [True, False])
+def test_a_host_bound_cell_is_named_unless_its_device_time_gates_it(
+    every: bool, target: Path
+) -> None:
+    profile = {"profile": b.profile()} if every else {}
+    run = noisy(b.small_run(noise=0.001), TRAIN, (0.4, 1.0, 2.5), host_bound=True, **profile)
+    assert any(TRAIN in note for note in notes_of(run, target)) is not every
+    base = b.baseline_of(run)
+    calm = {
+        cell_id: cell.model_copy(update={"device_night_log_sd": 0.0})
+        for cell_id, cell in base.cells.items()
+    }
+    base = base.model_copy(update={"cells": calm})
+    judged = {one.cell_id: one for one in judge(run, base, GatePolicy()).cells}
+    assert judged[TRAIN].verdict is Verdict.BLIND, "its wall time is not gated"
+    assert judged[TRAIN].evidence[0].metric == ("device_time_s" if every else "tok_per_s")
+    assert bool(blind_cells(run, base)) is not every

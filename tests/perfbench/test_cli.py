@@ -128,6 +128,27 @@ def test_check_against_its_own_baseline_is_green(
     assert V2 in capsys.readouterr().out
 
 
+def test_a_run_that_is_judged_by_itself_is_called_that(
+    executor: FakeExecutor, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It printed a table of +0.00 % without a word."""
+    promote()
+    promoted, said = str(run_folder()), "compared with itself: the base of 4 of 4 cells is this"
+    capsys.readouterr()
+    assert app.invoke(["gate", promoted]) == 0
+    assert capsys.readouterr().out.startswith(f"{said} very run, so their changes mean nothing: ")
+    assert app.invoke(["compare", promoted, promoted]) == 0
+    assert capsys.readouterr().out.startswith(said)
+    assert app.invoke(["gate", promoted, "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["headline"].startswith(said)
+    assert app.invoke(["run", "small.yaml"]) == 0
+    capsys.readouterr()
+    other = str(run_folder())
+    assert other != promoted and app.invoke(["gate", other]) == 0
+    assert app.invoke(["compare", promoted, other]) == 0
+    assert "compared with itself" not in capsys.readouterr().out
+
+
 def test_a_slower_cell_whose_base_is_unknown_is_suspect_and_is_named(
     executor: FakeExecutor, capsys: pytest.CaptureFixture[str]
 ) -> None:

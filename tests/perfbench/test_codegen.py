@@ -17,6 +17,7 @@ from perfbench.codegen.baseline import (
     read_baseline_file,
     write_baseline_file,
 )
+from perfbench.codegen.building import chosen_kernels
 from perfbench.codegen.judging import judge_code, resident
 from perfbench.codegen.nouns import CompiledKernels, KernelVariant, MachineCode, Toolchain
 from perfbench.codegen.pages import code_markdown, code_text
@@ -27,6 +28,7 @@ from perfbench.records import Verdict
 from tests.perfbench import stub_compiler
 
 STUB = "tests.perfbench.stub_compiler"
+BASELINES = Path(__file__).parents[2] / "reports" / "baselines" / "codegen"
 ONE = KernelVariant("nsa_one", "A.case", "9.0")
 TWO = KernelVariant("nsa_two", "A.case", "8.0")
 CODE = MachineCode(
@@ -256,6 +258,25 @@ def test_on_github_it_annotates_and_writes_the_summary(
     lines = [line for line in capsys.readouterr().err.splitlines() if line.startswith("::")]
     assert "file=nsa/one.py,line=7" in lines[0] and "no such register" in lines[0]
     assert "no such register" in summary.read_text(encoding="utf-8")
+
+
+def test_a_glob_that_fits_no_kernel_compiles_nothing(
+    stub: Callable[..., int], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Two shapes were built before it was said."""
+    assert stub("", "--kernel", "nope*", "--baseline", str(tmp_path)) == Exit.USAGE
+    (said,) = capsys.readouterr().err.splitlines()
+    assert "--kernel 'nope*' fits no kernel that is launched. Next: a glob such as" in said
+    assert stub("", "--kernel", "nsa_means*", "--baseline", str(tmp_path)) != Exit.USAGE
+    assert "built" in capsys.readouterr().err
+
+
+def test_every_kernel_of_the_baseline_can_be_named() -> None:
+    path = max(BASELINES.glob("triton-*.txt"))
+    kernels = {variant.kernel for variant in read_baseline_file(path).code}
+    assert len(kernels) > 20
+    for name in kernels:
+        assert chosen_kernels([name]) == (name,)
 
 
 def test_what_does_not_compile_is_failed_and_updates_nothing(

@@ -19,9 +19,10 @@ from typing import Any
 import pytest
 
 from nsa.retired import RETIRED
+from perfbench.commands import app
 from perfbench.errors import Exit, PerfbenchError
 from perfbench.machine import environment
-from perfbench.machine.doctor import diagnose_here, install
+from perfbench.machine.doctor import diagnose_here, install, log_lines
 from perfbench.machine.doctor.findings import DoctorLine, Level, exit_code, render_text
 from perfbench.records.rows import Run, Status
 from tests.perfbench import builders as b
@@ -39,12 +40,12 @@ def lines(
     module: FakeNvml,
     environ: dict[str, str] | None = None,
     root: pathlib.Path = ROOT,
+    log: pathlib.Path | None = None,
     **options: Any,
 ) -> dict[str, DoctorLine]:
-    return {
-        line.what: line
-        for line in diagnose_here.diagnose(root, module=module, environ=environ or {}, **options)
-    }
+    of_log = [] if log is None else log_lines(log)
+    here = diagnose_here.diagnose(root, module=module, environ=environ or {}, **options)
+    return {line.what: line for line in (*of_log, *here)}
 
 
 @pytest.fixture(autouse=True)
@@ -430,8 +431,10 @@ def test_the_checkout(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -
 def test_the_disk(
     monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path, free: int, level: Level
 ) -> None:
+    """Of the working directory, below which `perfbench run` writes, whatever the checkout is."""
     monkeypatch.setattr(shutil, "disk_usage", lambda place: SimpleNamespace(free=free))
-    line = lines(NONE, root=tmp_path)["disk"]
+    monkeypatch.chdir(tmp_path)
+    line = lines(NONE, root=ROOT)["disk"]
     assert (
         line.level is level
         and str(tmp_path) in line.value
@@ -440,6 +443,19 @@ def test_the_disk(
 
 
 # A run that was made, or a log.
+
+
+def test_what_is_of_the_log_and_what_of_this_machine_have_headings(
+    tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    log = logged(tmp_path, b.small_run())
+    app.invoke(["doctor", "--log", str(log)])
+    of_log, here = capsys.readouterr().out.split("\nthis machine, now:\n")
+    assert of_log.startswith(f"{log}:\n") and "CPU bound" not in here
+    assert next(line.split()[1] for line in of_log.splitlines()[1:] if line[0] != " ") == "run"
+    assert "driver" in here or "NVML" in here
+    app.invoke(["doctor"])
+    assert "this machine" not in capsys.readouterr().out
 
 
 def logged(tmp_path: pathlib.Path, run: Run, tail: bytes = b"") -> pathlib.Path:
@@ -469,21 +485,21 @@ WARNED: dict[str, Any] = {
 @pytest.mark.parametrize(
     ("topic", "change", "words"),
     [
-        ("slow path", lambda run: edits.edit(run, TRAIN, **LOOPS), "1 cells ran a slow path"),
-        ("slow path", lambda run: edits.edit(run, TRAIN, **WARNED), "1 cells ran a slow path"),
+        ("slow path", lambda run: edits.edit(run, TRAIN, **LOOPS), "1 cell ran a slow path"),
+        ("slow path", lambda run: edits.edit(run, TRAIN, **WARNED), "1 cell ran a slow path"),
         (
             "utilisation",
             lambda run: edits.edit(run, TRAIN, telemetry=b.telemetry(utilisation_pct=29.0)),
-            "were below 30 % (least 29 %)",
+            "1 cell stayed below 30 % (least 29 %)",
         ),
         (
             "CPU bound",
             lambda run: edits.edit(
                 run, TRAIN, host_bound=True, profile=b.profile(busy_fraction=0.12)
             ),
-            "GPU busy 12 % of a step",
+            "1 cell waited for the host (GPU busy 12 % of a step)",
         ),
-        ("throttling", lambda run: edits.throttle(run, TRAIN, {1}), "1 cells throttled"),
+        ("throttling", lambda run: edits.throttle(run, TRAIN, {1}), "1 cell throttled"),
         ("endings", lambda run: edits.fail(run, TRAIN, Status.OOM), "ended oom"),
     ],
 )

@@ -167,6 +167,8 @@ def test_an_injected_slowdown_is_work_of_that_share(
 class CpuTimeClock:
     """Seconds of this process's own CPU time: another process on the machine does not slow it."""
 
+    is_of_host = True
+
     def now(self) -> float:
         return time.process_time()
 

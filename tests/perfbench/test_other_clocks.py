@@ -4,6 +4,8 @@ as well, cannot find it.
 
 from __future__ import annotations
 
+import time
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -43,6 +45,52 @@ def test_a_true_clock_passes() -> None:
     assert clocks.gemm_raw_s and clocks.between_s == 0
 
 
+class BusyMachine:
+    """``clock`` on a machine that stops the process between the readings of two clocks."""
+
+    is_of_host = True
+
+    def __init__(self, clock: Clock, pause_s: float) -> None:
+        self._clock, self._pause_s = clock, pause_s
+
+    def now(self) -> float:
+        return self._clock.now()
+
+    def time_steps(
+        self, step: Callable[[], None], steps: int, between: Callable[[], None] | None = None
+    ) -> float:
+        time.sleep(self._pause_s)
+        found = self._clock.time_steps(step, steps, between)
+        time.sleep(self._pause_s)
+        return found
+
+
+def test_a_process_that_is_stopped_between_two_readings_has_a_true_clock() -> None:
+    row = measured(BusyMachine(PerfCounterClock(), 0.005))
+    clocks = row.other_clocks
+    assert clocks is not None and clocks.aside_s >= 4 * 2 * 0.005
+    assert clocks.gemm_aside_s >= 4 * 2 * 0.005
+    assert clocks.raw_s > 1.1 * sum(row.samples_s), "the pauses are in the raw clock's seconds"
+    assert faults_of(row) == []
+
+
+@pytest.mark.parametrize("factor", [1.1, 0.5])
+def test_a_wrong_clock_is_impossible_on_a_busy_machine(factor: float) -> None:
+    """What passed outside of the steps excuses no more than itself."""
+    row = measured(BusyMachine(WrongClock(PerfCounterClock(), factor), 0.001))
+    [reason] = faults_of(row)
+    assert "the clock is wrong" in reason and "the kernel's raw clock" in reason
+
+
+def test_what_passed_outside_of_the_steps_is_no_wrong_clock() -> None:
+    assert faults_of(row_of([0.9] * 4, aside_s=0.3, cpu_s=3.6)) == []
+    [reason] = faults_of(row_of([0.9] * 4, aside_s=0.2, cpu_s=3.6))
+    assert "at most 0.2 s of it outside of the steps" in reason
+    gemm = {"gemm_s": 0.5, "gemm_raw_s": 1.0}
+    assert faults_of(row_of([1.0] * 4, **gemm, gemm_aside_s=0.5)) == []
+    assert faults_of(row_of([1.0] * 4, **gemm, gemm_aside_s=0.3)) != []
+
+
 def row_of(samples_s: list[float], gpu: bool = False, **clocks: Any) -> Replicate:
     known: dict[str, Any] = {"raw_s": 4.0, "cpu_s": 3.9, "threads": None if gpu else 1}
     cell = builders.planned_cell(cell_of("v2", "forward"))
@@ -73,7 +121,7 @@ def test_flushes_may_be_in_the_raw_clock_alone_and_no_more() -> None:
     flushed = {"gpu": True, "between_s": 0.5}
     assert faults_of(row_of([0.8] * 4, **flushed), gpu=True) == []
     [reason] = faults_of(row_of([0.6] * 4, **flushed), gpu=True)
-    assert "at most 1 s of it between the steps" in reason
+    assert "at most 1 s of it outside of the steps" in reason
     assert faults_of(row_of([1.1] * 4, **flushed), gpu=True), "never more than passed"
 
 

@@ -17,7 +17,7 @@ from perfbench.gate.judging import judge
 from perfbench.matrix.policy import GatePolicy
 from perfbench.records.cells import Cell
 from perfbench.records.rows import Run, Status
-from perfbench.report import changes, plots, speeds, utilisation
+from perfbench.report import changes, files, plots, speeds, utilisation
 from perfbench.report.rows import Row, rows_of
 from tests.perfbench import builders as b
 
@@ -135,6 +135,37 @@ def test_a_crossover_between_far_lengths_is_no_length(drawn: list[Any], tmp_path
     rows = rows_in(run_with(cells, {0: 50.0, 1: 100.0, 2: 100.0, 3: 50.0}))
     speeds.draw(rows, tmp_path / "x.png", "")
     assert " v2 passes dense between 1,024 and 16,384" in texts(drawn[0].axes[0])
+
+
+def test_a_bar_without_a_whisker_says_how_wide_it_is(drawn: list[Any], tmp_path: Path) -> None:
+    """A bar of ± 276 % had no error bar, and its number was not there either."""
+    run = run_with([Cell("forward", 512, "v2", "on")])
+    (cell,) = run.manifest.cells
+    factors = (1e3, 1e4, 1e5)
+    run = b.change_rows(
+        run,
+        cell.cell_id,
+        lambda row: b.replicate(cell, row.replicate, tok_per_s=factors[row.replicate]),
+    )
+    (row,) = rows_in(run)
+    assert row.half_pct is not None and row.half_pct > 276
+    speeds.draw([row], tmp_path / "x.png", "")
+    said = " ".join(texts(drawn[0].axes[0]))
+    assert f"too noisy (± {row.half_pct:,.0f} %)" in said
+
+
+@pytest.mark.parametrize(
+    ("count", "said"),
+    [
+        (1, "1 of 2 cells is host bound: its wall time follows"),
+        (2, "2 of 2 cells are host bound: their wall time follows"),
+    ],
+)
+def test_how_many_cells_are_host_bound_is_a_sentence(count: int, said: str) -> None:
+    run = run_with([Cell("forward", length, "v2", "on") for length in (512, 1024)])
+    for place, cell in enumerate(run.manifest.cells):
+        run = b.replace_rows(run, cell.cell_id, host_bound=place < count)
+    assert said in files._host_bound(rows_in(run))
 
 
 @pytest.mark.parametrize(("bound", "why"), [(True, "host bound"), (False, "too noisy")])

@@ -15,7 +15,7 @@ from nsa.config import preset
 from nsa.settings import Settings
 from perfbench.commands import app
 from perfbench.matrix import build_plan, load_matrix
-from perfbench.matrix.memory import CARD_BYTES, GIB, least_bytes
+from perfbench.matrix.memory import CARD_BYTES, GIB, gib, least_bytes
 from perfbench.records import Cell
 
 ROOT = Path(__file__).parents[2]
@@ -74,6 +74,14 @@ def test_the_memory_of_the_largest_cell_is_told(
     assert f"Memory: {size / GIB:,.1f} GiB at least" in capsys.readouterr().out
     assert app.invoke(["plan", file, "--gpu", "h100", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["least_memory_bytes"] == size
+
+
+@pytest.mark.parametrize(
+    ("size", "shown"),
+    [(2**14, "16.0 KiB"), (2**20, "1.0 MiB"), (500_000, "0.5 MiB"), (2**30, "1.0 GiB")],
+)
+def test_a_small_memory_is_not_0(size: int, shown: str) -> None:
+    assert gib(size) == shown
 
 
 def test_training_keeps_a_layer_and_a_cache_its_keys() -> None:

@@ -194,6 +194,7 @@ def test_a_full_disk_loses_no_red_verdict(
     assert app.invoke(["report", str(slow)]) == Exit.FAILED
     out, err = capsys.readouterr()
     assert out.startswith("FAILED, exit 6") and "No space left" in err and "Traceback" not in err
+    assert "the verdict is exit 0" not in err
     after = {file.name: file.read_bytes() for file in slow.iterdir() if file.is_file()}
     assert after == before  # whole, or as it was: never half
 
@@ -207,6 +208,11 @@ def test_a_green_verdict_whose_report_cannot_be_written_is_not_0(
     out, err = capsys.readouterr()
     assert out.startswith("MEASURED, exit 0") and "No space left" in err
     (folder,) = Path("reports/runs").iterdir()
+    later = f"perfbench report {folder} --out DIR"
+    said, why = [line for line in err.splitlines() if "report" in line][-2:]
+    assert f"Next: make room there, or name another place: `{later}` writes it later" in said
+    assert "rights" not in err and "the run is kept" in said
+    assert why.endswith("exit 2: the verdict is exit 0, and its report could not be written")
     assert [file.name for file in folder.iterdir()] == ["run.jsonl"]
 
 

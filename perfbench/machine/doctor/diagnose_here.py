@@ -13,7 +13,6 @@ from typing import Any
 
 from perfbench.machine import environment
 from perfbench.machine.doctor import driver, install
-from perfbench.machine.doctor import log as doctor_log
 from perfbench.machine.doctor.findings import DoctorLine
 
 VISIBLE = "CUDA_VISIBLE_DEVICES"
@@ -22,17 +21,14 @@ VISIBLE = "CUDA_VISIBLE_DEVICES"
 def diagnose(
     root: Path = Path(),
     *,
-    log: Path | None = None,
     gpu: str | None = None,
     module: Any | None = None,
     environ: Mapping[str, str] | None = None,
 ) -> list[DoctorLine]:
-    """Every line, in the order in which a fault hides the next one; with ``log`` those of that run
-    folder, run file or text first.
+    """Every line, in the order in which a fault hides the next one.
 
     ``gpu`` is looked at in place of what CUDA_VISIBLE_DEVICES names, and spelled like it;
-    ``module`` stands in for pynvml,
-    ``environ`` for the process's environment. PerfbenchError(USAGE) where ``log`` cannot be read.
+    ``module`` stands in for pynvml, ``environ`` for the process's environment.
     """
     order = environment.environment_variable("CUDA_DEVICE_ORDER", environ)
     source, listed = (
@@ -42,7 +38,6 @@ def diagnose(
     )
     sight = driver.look(source, listed, order, module)
     return [
-        *([] if log is None else doctor_log.lines(log)),
         *driver.lines(sight, module),
         *install.lines(
             root, has_gpu=sight.gpu is not None, driver_cuda=sight.driver_cuda, environ=environ

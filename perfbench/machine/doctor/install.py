@@ -48,7 +48,7 @@ def lines(
         Level.INFO, "processor", f"{environment.cpu_name()}, {environment.cpu_count()} usable"
     )
     yield _source_line(root)
-    yield _disk_line(root)
+    yield _disk_line(Path.cwd())
 
 
 def _cuda_line(has_gpu: bool, driver_cuda: tuple[int, int] | None) -> DoctorLine:
@@ -305,9 +305,9 @@ def _is_shallow(root: Path) -> bool:
     return done.stdout.strip() == "true"
 
 
-def _disk_line(root: Path) -> DoctorLine:
-    """Free space where run folders are made, or would be."""
-    runs = root.resolve() / "reports" / "runs"
+def _disk_line(working: Path) -> DoctorLine:
+    """Free space where `perfbench run` makes run folders, or would: below the working directory."""
+    runs = working.resolve() / "reports" / "runs"
     place = next((one for one in (runs, *runs.parents) if one.is_dir()), Path("/"))
     try:
         free = shutil.disk_usage(place).free

@@ -15,6 +15,7 @@ from typing import BinaryIO
 from perfbench.errors import Exit, PerfbenchError
 from perfbench.machine.doctor.findings import DoctorLine, Level
 from perfbench.records import Replicate, Run, Status, has_run, is_compressed_run, read_run
+from perfbench.text import counted
 
 LEAST_UTILISATION_PCT = 30.0
 # nsa/ops/selected/reference.py says it, as the first implementation did
@@ -114,7 +115,7 @@ def _run_lines(run: Run, what: str) -> Iterator[DoctorLine]:
         else "not known: no GPU was profiled"
     )
     yield _cells_line(
-        what, "CPU bound", host, Level.WARN, f"wait for the host{share}", _HOST_ADVICE, none
+        what, "CPU bound", host, Level.WARN, f"waited for the host{share}", _HOST_ADVICE, none
     )
     hot = [row for row in rows if row.is_throttled]
     yield _cells_line(
@@ -151,7 +152,7 @@ def _utilisation_line(rows: Sequence[Replicate], what: str) -> DoctorLine:
             Level.INFO, f"{what}: utilisation", "; ".join(filter(None, reasons)) or "not recorded"
         )
     idle = [row for row, pct in seen if pct < LEAST_UTILISATION_PCT]
-    value = f"were below {LEAST_UTILISATION_PCT:g} % (least {min(pct for _, pct in seen):.0f} %)"
+    value = f"stayed below {LEAST_UTILISATION_PCT:g} % (least {min(pct for _, pct in seen):.0f} %)"
     return _cells_line(
         what,
         "utilisation",
@@ -180,7 +181,7 @@ def _cells_line(
     return DoctorLine(
         level,
         f"{what}: {topic}",
-        f"{len(cells)} cells {value}: {'; '.join(cells[:_SHOWN])}{more}",
+        f"{counted(len(cells), 'cell')} {value}: {'; '.join(cells[:_SHOWN])}{more}",
         advice,
     )
 

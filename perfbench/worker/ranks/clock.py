@@ -26,6 +26,10 @@ class SlowestClock:
     own_s: list[float] = field(default_factory=list)
     is_timing: bool = False
 
+    @property
+    def is_of_host(self) -> bool:
+        return False  # the slowest rank's seconds are not those of these steps
+
     def now(self) -> float:
         return self.ranks.agree(self.clock.now())
 

@@ -80,6 +80,36 @@ def test_a_run_that_went_on_is_replaced(bench: Bench, capsys: pytest.CaptureFixt
         assert {one.cell_id for one in history.run("latest").cells} == {SHORT, LONG}
 
 
+def test_a_torn_copy_does_not_replace_the_whole_run(capsys: pytest.CaptureFixture[str]) -> None:
+    """It replaced it, and the rows that it lacks were gone from the history."""
+    whole, torn = Path("whole"), Path("torn")
+    for home in (whole, torn):
+        home.mkdir()
+        packed = (DATA / "runs" / "cpu" / "run.jsonl.gz").read_bytes()
+        (home / "run.jsonl").write_bytes(gzip.decompress(packed))
+    kept = (torn / "run.jsonl").read_bytes().splitlines(keepends=True)
+    last = max(at for at, line in enumerate(kept) if b'"kind": "replicate"' in line)
+    (torn / "run.jsonl").write_bytes(b"".join(kept[:last]) + kept[last][:-30])
+    assert call(capsys, "history", "init")[0] == 0
+    assert call(capsys, "history", "add", "whole")[2] == "perfbench: 1 new\n"
+    with perfbench.open_history() as history:
+        before = history.run("latest")
+    code, out, err = call(capsys, "history", "add", "torn")
+    assert code == Exit.USAGE and "1 refused" in err
+    assert re.fullmatch(
+        r"refused   torn: run '\S+': this copy has fewer rows than the one in the history:"
+        r" \S+ has \d+ of \d+ processes.*\. Next: add the whole run, or --force to keep this copy"
+        r" instead\n",
+        out,
+    )
+    with perfbench.open_history() as history:
+        assert history.run("latest") == before
+    assert call(capsys, "history", "add", "torn", "--force")[0] == 0
+    with perfbench.open_history() as history:
+        assert history.run("latest") != before
+    assert "1 replaced" in call(capsys, "history", "add", "whole")[2]
+
+
 def test_one_bad_run_does_not_lose_the_others(capsys: pytest.CaptureFixture[str]) -> None:
     """Damaged, torn, of a newer schema, no run, nothing there."""
     home = Path("runs")

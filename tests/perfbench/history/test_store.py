@@ -15,6 +15,7 @@ from perfbench.errors import Exit, PerfbenchError
 from perfbench.history.nouns import (
     METRICS,
     Better,
+    HistoryCell,
     HistoryRun,
     MeasuredValue,
     Metric,
@@ -94,6 +95,33 @@ def test_a_resumed_run_replaces_its_cells(history: History) -> None:
     assert history.keys() == [key("c0"), key("c1"), key("c2")]
     assert [info.run_id for info in history.runs()] == ["run-000", "run-001"]
     assert history.add(later) is Added.SAME
+
+
+def test_a_copy_that_lacks_what_is_stored_is_refused_where_it_may_not_shrink(
+    history: History,
+) -> None:
+    whole = made_run(1, made_cell("c0"), made_cell("c1"))
+    (name,) = whole.cells[0].measured
+    history.add(whole)
+
+    def copy(*cells: HistoryCell, content: str = "d") -> Added:
+        made = made_run(1, *cells, content_sha256=content * 64)
+        return history.add(made, may_shrink=False)
+
+    short = {name: replace(whole.cells[0].measured[name], count=1)}
+    dead = {name: DEAD}
+    for lacking in (
+        (made_cell("c0"),),
+        (made_cell("c0"), made_cell("c1", short)),
+        (made_cell("c0"), made_cell("c1", dead, verdict="FAILED")),
+        (made_cell("c0"), made_cell("c1", dead, verdict="MISSING")),
+    ):
+        with pytest.raises(PerfbenchError, match="c1 has . of 5 processes. Next: add the whole"):
+            copy(*lacking)
+        assert history.run("run-001") == whole
+    withheld = (made_cell("c0"), made_cell("c1", dead, verdict="IMPOSSIBLE"))
+    assert copy(*withheld) is Added.REPLACED, "judged otherwise, and nothing is lost"
+    assert copy(made_cell("c0"), made_cell("c1"), content="e") is Added.REPLACED
 
 
 def test_runs_are_newest_first_and_filtered(history: History) -> None:
