@@ -22,6 +22,7 @@ from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from nsa.train.collective import is_of_a_collective
 from nsa.train.errors import TrainError, TrainExit
 from nsa.train.manifest import CheckpointManifest, FileDigest, one_line, sync_folder, write_text
+from nsa.train.run_folder import naming
 
 T = TypeVar("T")
 FOLDER, LAST_GOOD = "checkpoints", "last-good"
@@ -49,7 +50,8 @@ class CheckpointStore:
     read.
 
     ``config`` is the mapping of which ``config_sha256`` is the hash; it is stored, to name what
-    differs. ``timeout_s``: after so long without the other ranks a save fails.
+    differs. ``timeout_s``: after so long without the other ranks a save fails. ``option``: by which
+    the user names a checkpoint to load, for errors.
     """
 
     def __init__(
@@ -63,7 +65,9 @@ class CheckpointStore:
         world_size: int,
         config: Mapping[str, Any] | None = None,
         timeout_s: float = 600.0,
+        option: str = "--resume",
     ) -> None:
+        self._option = option
         self._folder = Path(out).resolve() / FOLDER
         self._keep = keep
         self._config_sha256 = config_sha256
@@ -159,7 +163,7 @@ class CheckpointStore:
                 raise _peer_error(f"{chosen} was read", error, "it stays as it is") from error
             raise TrainError(
                 TrainExit.CHECKPOINT,
-                f"{chosen} cannot be read: {one_line(error)}{_other_than(chosen)}",
+                f"{chosen} cannot be read: {one_line(error)}{self._other_than(chosen)}",
             ) from error
         return [json.loads(one) for one in texts]
 
@@ -242,16 +246,35 @@ class CheckpointStore:
             manifest.check_sizes(chosen)
             manifest.check_contents(chosen, self._ranks.part(list(manifest.files)))
         except TrainError as error:
-            raise TrainError(error.code, f"{error}{_other_than(chosen)}") from error
+            raise TrainError(error.code, f"{error}{self._other_than(chosen)}") from error
         if manifest.config_sha256 != self._config_sha256:
             saved = json.loads((chosen / "config.json").read_text())
+            step = (
+                "resume with the config that it was saved with, or start anew without --resume"
+                if self._option == "--resume"
+                else f"name the folder of its own run, or give {naming(self._option)} one of this"
+            )
             raise TrainError(
                 TrainExit.CHECKPOINT,
                 f"{chosen} is of config {manifest.config_sha256[:12]}, and this run's is"
-                f" {self._config_sha256[:12]}: {_differences(saved, self._config)}; resume with the"
-                " config that it was saved with, or start anew without --resume",
+                f" {self._config_sha256[:12]}: {_differences(saved, self._config)}; {step}",
             )
         return manifest
+
+    def _other_than(self, damaged: Path) -> str:
+        """What to load instead, as the end of a message."""
+        resumes = self._option == "--resume"
+        for other in _checkpoints(damaged.parent):
+            if other != damaged:
+                try:
+                    CheckpointManifest.read(other).check_sizes(other)
+                except TrainError:
+                    continue
+                what = "resume from" if resumes else "take"
+                named = naming(self._option).replace("PATH", str(other))
+                return f"; {what} {other.name} with {named}"
+        what = "start anew without --resume" if resumes else "train until another is saved"
+        return f"; {damaged.parent} has no other that is whole; {what}"
 
 
 def last_good(out: Path) -> Path | None:
@@ -380,18 +403,6 @@ def _checkpoints(folder: Path) -> list[Path]:
     """The finished ones, newest first."""
     found = [one for one in folder.glob("step-*") if one.name.removeprefix("step-").isdigit()]
     return sorted(found, key=lambda one: (one.stat().st_mtime_ns, one.name), reverse=True)
-
-
-def _other_than(damaged: Path) -> str:
-    """What to resume from instead, as the end of a message."""
-    for other in _checkpoints(damaged.parent):
-        if other != damaged:
-            try:
-                CheckpointManifest.read(other).check_sizes(other)
-            except TrainError:
-                continue
-            return f"; resume from {other.name} with --resume {other}"
-    return f"; {damaged.parent} has no other that is whole; start anew without --resume"
 
 
 def _fresh(folder: Path) -> None:

@@ -22,9 +22,12 @@ if TYPE_CHECKING:
     from nsa.train.data.vocabulary import Tokenizer
 
 
-def load_run(out: Path, checkpoint: Path) -> tuple[TinyLM | DenseLM, Tokenizer]:
+def load_run(
+    out: Path, checkpoint: Path, option: str = "--checkpoint"
+) -> tuple[TinyLM | DenseLM, Tokenizer]:
     """The model of a ``checkpoint`` of the run in ``out``, on the CPU in the dtype that it was
-    trained in, and its tokenizer. TrainError CHECKPOINT for one that is damaged or another run's.
+    trained in, and its tokenizer. TrainError CHECKPOINT for one that is damaged or another run's,
+    which says what to give ``option`` instead.
     """
     config = RunConfig.from_mapping(read_resolved(out)["config"])
     tokenizer = tokenizer_of(config, out)
@@ -39,6 +42,7 @@ def load_run(out: Path, checkpoint: Path) -> tuple[TinyLM | DenseLM, Tokenizer]:
         config=config.identity(),
         rank=0,
         world_size=1,
+        option=option,
     )
     try:
         store.load({"model": model.state_dict()}, checkpoint)

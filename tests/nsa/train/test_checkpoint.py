@@ -232,6 +232,25 @@ def test_a_manifest_that_is_none(store: Make, tmp_path: Path, text: str) -> None
     fails(lambda: store().load(state_of(0.0)), str(path), "no other that is whole")
 
 
+def test_another_to_load_is_named_by_the_option_of_the_command(store: Make) -> None:
+    saving = store()
+    saving.save(4, state_of(4), {})
+    saving.save(5, state_of(5), {})
+    whole, damaged = (saving.last_good().with_name(f"step-0000000{step}") for step in (4, 5))  # type: ignore[union-attr]
+    (damaged / "extra-rank0.json").write_text("")
+    sampling = store(option="--checkpoint")
+    fails(lambda: sampling.load(state_of(0.0)), f"take step-00000004 with --checkpoint {whole}")
+    beginning = store(option="train.init_from")
+    fails(lambda: beginning.load(state_of(0.0)), f"take step-00000004 with train.init_from={whole}")
+    shutil.rmtree(whole)
+    fails(
+        lambda: sampling.load(state_of(0.0)), "no other that is whole; train until another is saved"
+    )
+    other = store(option="--checkpoint", config_sha256="b" * 64)
+    saving.save(6, state_of(6), {})
+    fails(lambda: other.load(state_of(0.0)), "or give --checkpoint PATH one of this")
+
+
 def test_none_to_resume_from_and_a_pointer_to_nothing(store: Make, tmp_path: Path) -> None:
     fails(lambda: store().load(state_of(0.0)), "no checkpoint to resume from")
     store().save(5, state_of(5), {})

@@ -550,6 +550,8 @@ def test_export_writes_a_new_folder(
     assert capsys.readouterr().out == f"wrote {folder}\n"
     assert cli.invoke(["export", str(out), str(folder)]) == TrainExit.USAGE
     assert "is there already" in error_of(capsys)
+    assert cli.invoke(["export", str(out), "n" * 300]) == TrainExit.USAGE
+    assert "cannot be read: File name too long" in error_of(capsys)
     assert calls == [(out, good, folder)]
 
 
@@ -564,3 +566,28 @@ def test_sample_and_export_want_a_checkpoint(
         assert "found no checkpoint" in error_of(capsys)
         assert cli.invoke([*words, "--checkpoint", "gone"]) == TrainExit.CHECKPOINT
         assert error_of(capsys).startswith("--checkpoint gone is no folder")
+
+
+def test_what_sample_and_export_advise_are_options_of_theirs(
+    supervised: Supervised, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "run"
+    assert cli.invoke([TINY, "--out", str(out)]) == 0
+    capsys.readouterr()
+    pointer = out / "checkpoints" / "last-good"
+
+    def refused() -> str:
+        assert cli.invoke(["sample", str(out), "--prompt", "x"]) == TrainExit.CHECKPOINT
+        return error_of(capsys)
+
+    assert refused() == (
+        f"found no checkpoint in {out}; wanted {pointer}; --checkpoint PATH names one of another"
+        " folder, or train until one is saved"
+    )
+    pointer.mkdir(parents=True)
+    assert refused().endswith("; --checkpoint PATH names one")
+    pointer.rmdir()
+    pointer.write_text("gone\n")
+    assert refused().endswith(
+        "names 'gone', which is no checkpoint there; --checkpoint PATH names one"
+    )
