@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import shutil
@@ -35,6 +36,8 @@ _IN_PAGEABLE_MEMORY = StagingOptions(
 )
 # A name that begins so is of a save or a deletion that has not ended.
 _UNFINISHED = ".tmp-"
+_OF_THE_DISK = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EROFS)
+_FULL_BYTES = 2**20  # a disk with less is full, since no checkpoint has less
 # Of a checkpoint while another of the same step takes its place.
 _REPLACED = ".replaced"
 
@@ -183,6 +186,7 @@ class CheckpointStore:
             files = {name: one for of_rank in digests for name, one in of_rank.items()}
             self._ranks.first(lambda: self._publish(step, temporary, files))
         except (OSError, RuntimeError, CheckpointException) as error:
+            reason = _reason(error, self._folder)  # before its files are gone, which fill the disk
             if self._ranks.rank == 0:
                 shutil.rmtree(temporary, ignore_errors=True)
             good = self.last_good()
@@ -192,8 +196,8 @@ class CheckpointStore:
                 raise _peer_error(what, error, last) from error
             raise TrainError(
                 TrainExit.CHECKPOINT,
-                f"step {step} is not saved in {self._folder}: {one_line(error)}; {last}; make room"
-                " or mend the disk, then resume",
+                f"step {step} is not saved in {self._folder}: {reason}; {last}; make room or mend"
+                f" the disk, then {'resume' if good else 'start again'}",
             ) from error
 
     def _digests(self, folder: Path) -> dict[str, FileDigest]:
@@ -330,7 +334,8 @@ class _Ranks:
         try:
             outcome = function(), None
         except (OSError, RuntimeError, TrainError) as error:
-            outcome = None, one_line(error)
+            disk = _disk_error(error)
+            outcome = None, one_line(error) if disk is None else str(disk.strerror)
         outcomes: list[Any] = [outcome]
         if not self.alone:
             outcomes = [None] * self.world_size
@@ -384,6 +389,35 @@ def _check_tensors(folder: Path, tensors: Mapping[str, Tensor]) -> None:
                 f"{folder} has {name} as {there.properties.dtype} {list(there.size)}; wanted"
                 f" {one.dtype} {list(one.shape)}; resume with the model that it was saved with",
             )
+
+
+def _reason(error: BaseException, folder: Path) -> str:
+    """Why a save to ``folder`` failed, in the disk's words where it was the disk."""
+    if (disk := _disk_error(error)) is not None:
+        return str(disk.strerror)
+    try:
+        free = shutil.disk_usage(folder).free
+    except OSError:
+        return one_line(error)
+    # what another rank raised comes without the errors below it
+    return one_line(error) + (f" ({free:,} bytes are free there)" if free < _FULL_BYTES else "")
+
+
+def _disk_error(error: BaseException) -> OSError | None:
+    """The disk's own among ``error`` and what lies below it: torch's archives hide it."""
+    due, seen = [error], set[int]()
+    while due:
+        one = due.pop()
+        if id(one) in seen:
+            continue
+        seen.add(id(one))
+        if isinstance(one, OSError) and one.errno in _OF_THE_DISK:
+            return one
+        below = [one.__cause__, one.__context__]
+        if isinstance(one, CheckpointException):
+            below += [failure[0] for failure in one.failures.values()]
+        due += [each for each in below if each is not None]
+    return None
 
 
 def _peer_error(what: str, error: BaseException, left: str) -> TrainError:
