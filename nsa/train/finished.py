@@ -61,7 +61,9 @@ def sample_text(
     top_p: float,
     seed: int,
 ) -> str:
-    """``prompt``, continued by the model of a ``checkpoint``, on a GPU where there is one."""
+    """``prompt``, continued by the model of a ``checkpoint``, on a GPU where there is one.
+    TrainError MEMORY where no cache of so many tokens fits.
+    """
     model, tokenizer = load_run(out, checkpoint)
     if not isinstance(model, TinyLM):
         raise TrainError(
@@ -72,15 +74,21 @@ def sample_text(
         model = model.to("cuda")
     elif model.head.weight.dtype == torch.bfloat16:
         model = model.float()  # a CPU takes 80 times as long in bf16
-    return write_text(
-        model,
-        tokenizer,
-        prompt,
-        tokens=tokens,
-        seed=seed,
-        temperature=temperature,
-        top_p=top_p,
-    )
+    try:
+        return write_text(
+            model,
+            tokenizer,
+            prompt,
+            tokens=tokens,
+            seed=seed,
+            temperature=temperature,
+            top_p=top_p,
+        )
+    except torch.OutOfMemoryError as error:
+        got = str(error).split("; wanted", 1)[0]  # what follows advises who makes the cache
+        raise TrainError(
+            TrainExit.MEMORY, f"out of memory with --tokens {tokens}: {got}; lower --tokens"
+        ) from error
 
 
 def export_run(out: Path, checkpoint: Path, folder: Path) -> None:

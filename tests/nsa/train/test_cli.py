@@ -20,9 +20,12 @@ from typing import Any
 import pytest
 import torch
 
-from nsa import capability, settings
+from nsa import TinyLM, capability, settings
+from nsa.config import preset
 from nsa.train import cli, machine, run_folder
+from nsa.train import finished as finished_run
 from nsa.train.config import RunConfig, WatchdogConfig
+from nsa.train.data.vocabulary import ByteTokenizer
 from nsa.train.errors import TrainError, TrainExit
 from nsa.train.yaml_file import read_config
 
@@ -527,6 +530,27 @@ def test_sample_prints_what_the_last_good_checkpoint_writes(
     assert capsys.readouterr().out == "The and more\n" * 2
     options = {"tokens": 9, "temperature": 0.5, "top_p": 0.95}
     assert calls == [(out, newest, {**options, "seed": 3}), (out, older, {**options, "seed": 0})]
+
+
+def test_a_text_beyond_memory_is_one_line(
+    supervised: Supervised,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    trained = TinyLM(preset("tiny")).eval()
+    monkeypatch.setattr(finished_run, "load_run", lambda *_: (trained, ByteTokenizer()))
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    out = tmp_path / "run"
+    assert cli.invoke([TINY, "--out", str(out)]) == 0
+    checkpoint(out)
+    capsys.readouterr()
+    for tokens in (10**13, 10**30):
+        words = ["sample", str(out), "--prompt", "The", "--tokens", str(tokens)]
+        assert cli.invoke(words) == TrainExit.MEMORY
+        message = error_of(capsys)
+        assert message.startswith(f"out of memory with --tokens {tokens}: got no memory on cpu for")
+        assert message.endswith("; lower --tokens") and "max_len" not in message
 
 
 def test_export_writes_a_new_folder(
