@@ -83,7 +83,7 @@ class TokenShape:
 
     def buffers(self, batch: int, rows: Sequence[int], *, window: int = 0) -> list[list[Tensor]]:
         """Zeros for K and V [batch, n, G, D] of each n of ``rows``, of which the first is for all
-        tokens. Where memory ends, PyTorch's own kind of error says what all of them take.
+        tokens. Where memory ends, torch.OutOfMemoryError says what all of them take.
         """
 
         def zeros(n: int, dim: int) -> Tensor:
@@ -97,8 +97,7 @@ class TokenShape:
         except (RuntimeError, TypeError) as error:  # the latter of a size beyond int64
             token = self.num_kv_heads * (self.head_dim + self.v_head_dim) * self.dtype.itemsize
             needed = batch * sum(rows) * token
-            kind = torch.OutOfMemoryError
-            raise (kind if isinstance(error, kind) else RuntimeError)(
+            raise torch.OutOfMemoryError(  # on a CPU, too, where PyTorch's is a RuntimeError
                 f"got no memory on {self.device} for a cache of {needed:,} bytes:"
                 f" {token:,} a token, {batch} x {rows[0] - 1:,} tokens, window {window:,};"
                 " wanted room for them; lower batch, max_len or window, or begin with a smaller"

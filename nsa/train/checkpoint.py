@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import shutil
@@ -22,6 +23,7 @@ from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from nsa.train.collective import is_of_a_collective
 from nsa.train.errors import TrainError, TrainExit
 from nsa.train.manifest import CheckpointManifest, FileDigest, one_line, sync_folder, write_text
+from nsa.train.run_folder import naming
 
 T = TypeVar("T")
 FOLDER, LAST_GOOD = "checkpoints", "last-good"
@@ -34,6 +36,8 @@ _IN_PAGEABLE_MEMORY = StagingOptions(
 )
 # A name that begins so is of a save or a deletion that has not ended.
 _UNFINISHED = ".tmp-"
+_OF_THE_DISK = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EROFS)
+_FULL_BYTES = 2**20  # a disk with less is full, since no checkpoint has less
 # Of a checkpoint while another of the same step takes its place.
 _REPLACED = ".replaced"
 
@@ -49,7 +53,8 @@ class CheckpointStore:
     read.
 
     ``config`` is the mapping of which ``config_sha256`` is the hash; it is stored, to name what
-    differs. ``timeout_s``: after so long without the other ranks a save fails.
+    differs. ``timeout_s``: after so long without the other ranks a save fails. ``option``: by which
+    the user names a checkpoint to load, for errors.
     """
 
     def __init__(
@@ -63,7 +68,9 @@ class CheckpointStore:
         world_size: int,
         config: Mapping[str, Any] | None = None,
         timeout_s: float = 600.0,
+        option: str = "--resume",
     ) -> None:
+        self._option = option
         self._folder = Path(out).resolve() / FOLDER
         self._keep = keep
         self._config_sha256 = config_sha256
@@ -159,7 +166,7 @@ class CheckpointStore:
                 raise _peer_error(f"{chosen} was read", error, "it stays as it is") from error
             raise TrainError(
                 TrainExit.CHECKPOINT,
-                f"{chosen} cannot be read: {one_line(error)}{_other_than(chosen)}",
+                f"{chosen} cannot be read: {one_line(error)}{self._other_than(chosen)}",
             ) from error
         return [json.loads(one) for one in texts]
 
@@ -179,6 +186,7 @@ class CheckpointStore:
             files = {name: one for of_rank in digests for name, one in of_rank.items()}
             self._ranks.first(lambda: self._publish(step, temporary, files))
         except (OSError, RuntimeError, CheckpointException) as error:
+            reason = _reason(error, self._folder)  # before its files are gone, which fill the disk
             if self._ranks.rank == 0:
                 shutil.rmtree(temporary, ignore_errors=True)
             good = self.last_good()
@@ -188,8 +196,8 @@ class CheckpointStore:
                 raise _peer_error(what, error, last) from error
             raise TrainError(
                 TrainExit.CHECKPOINT,
-                f"step {step} is not saved in {self._folder}: {one_line(error)}; {last}; make room"
-                " or mend the disk, then resume",
+                f"step {step} is not saved in {self._folder}: {reason}; {last}; make room or mend"
+                f" the disk, then {'resume' if good else 'start again'}",
             ) from error
 
     def _digests(self, folder: Path) -> dict[str, FileDigest]:
@@ -242,16 +250,35 @@ class CheckpointStore:
             manifest.check_sizes(chosen)
             manifest.check_contents(chosen, self._ranks.part(list(manifest.files)))
         except TrainError as error:
-            raise TrainError(error.code, f"{error}{_other_than(chosen)}") from error
+            raise TrainError(error.code, f"{error}{self._other_than(chosen)}") from error
         if manifest.config_sha256 != self._config_sha256:
             saved = json.loads((chosen / "config.json").read_text())
+            step = (
+                "resume with the config that it was saved with, or start anew without --resume"
+                if self._option == "--resume"
+                else f"name the folder of its own run, or give {naming(self._option)} one of this"
+            )
             raise TrainError(
                 TrainExit.CHECKPOINT,
                 f"{chosen} is of config {manifest.config_sha256[:12]}, and this run's is"
-                f" {self._config_sha256[:12]}: {_differences(saved, self._config)}; resume with the"
-                " config that it was saved with, or start anew without --resume",
+                f" {self._config_sha256[:12]}: {_differences(saved, self._config)}; {step}",
             )
         return manifest
+
+    def _other_than(self, damaged: Path) -> str:
+        """What to load instead, as the end of a message."""
+        resumes = self._option == "--resume"
+        for other in _checkpoints(damaged.parent):
+            if other != damaged:
+                try:
+                    CheckpointManifest.read(other).check_sizes(other)
+                except TrainError:
+                    continue
+                what = "resume from" if resumes else "take"
+                named = naming(self._option).replace("PATH", str(other))
+                return f"; {what} {other.name} with {named}"
+        what = "start anew without --resume" if resumes else "train until another is saved"
+        return f"; {damaged.parent} has no other that is whole; {what}"
 
 
 def last_good(out: Path) -> Path | None:
@@ -307,7 +334,8 @@ class _Ranks:
         try:
             outcome = function(), None
         except (OSError, RuntimeError, TrainError) as error:
-            outcome = None, one_line(error)
+            disk = _disk_error(error)
+            outcome = None, one_line(error) if disk is None else str(disk.strerror)
         outcomes: list[Any] = [outcome]
         if not self.alone:
             outcomes = [None] * self.world_size
@@ -363,6 +391,35 @@ def _check_tensors(folder: Path, tensors: Mapping[str, Tensor]) -> None:
             )
 
 
+def _reason(error: BaseException, folder: Path) -> str:
+    """Why a save to ``folder`` failed, in the disk's words where it was the disk."""
+    if (disk := _disk_error(error)) is not None:
+        return str(disk.strerror)
+    try:
+        free = shutil.disk_usage(folder).free
+    except OSError:
+        return one_line(error)
+    # what another rank raised comes without the errors below it
+    return one_line(error) + (f" ({free:,} bytes are free there)" if free < _FULL_BYTES else "")
+
+
+def _disk_error(error: BaseException) -> OSError | None:
+    """The disk's own among ``error`` and what lies below it: torch's archives hide it."""
+    due, seen = [error], set[int]()
+    while due:
+        one = due.pop()
+        if id(one) in seen:
+            continue
+        seen.add(id(one))
+        if isinstance(one, OSError) and one.errno in _OF_THE_DISK:
+            return one
+        below = [one.__cause__, one.__context__]
+        if isinstance(one, CheckpointException):
+            below += [failure[0] for failure in one.failures.values()]
+        due += [each for each in below if each is not None]
+    return None
+
+
 def _peer_error(what: str, error: BaseException, left: str) -> TrainError:
     """Of an exchange between the ranks that failed while ``what``: no fault of the disk."""
     return TrainError(
@@ -380,18 +437,6 @@ def _checkpoints(folder: Path) -> list[Path]:
     """The finished ones, newest first."""
     found = [one for one in folder.glob("step-*") if one.name.removeprefix("step-").isdigit()]
     return sorted(found, key=lambda one: (one.stat().st_mtime_ns, one.name), reverse=True)
-
-
-def _other_than(damaged: Path) -> str:
-    """What to resume from instead, as the end of a message."""
-    for other in _checkpoints(damaged.parent):
-        if other != damaged:
-            try:
-                CheckpointManifest.read(other).check_sizes(other)
-            except TrainError:
-                continue
-            return f"; resume from {other.name} with --resume {other}"
-    return f"; {damaged.parent} has no other that is whole; start anew without --resume"
 
 
 def _fresh(folder: Path) -> None:

@@ -166,7 +166,14 @@ def export(
 
     read_resolved(out)
     path = checkpoint_of(out, checkpoint, "--checkpoint")
-    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+    try:
+        is_taken = folder.exists() and (not folder.is_dir() or any(folder.iterdir()))
+    except OSError as error:
+        raise TrainError(
+            TrainExit.USAGE,
+            f"{folder} cannot be read: {error.strerror}; wanted a new or empty folder",
+        ) from None
+    if is_taken:
         raise TrainError(
             TrainExit.USAGE, f"{folder} is there already; wanted a new or empty folder"
         )

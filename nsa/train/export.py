@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
+import stat
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Protocol
@@ -20,6 +23,7 @@ from nsa.train.manifest import one_line, write_text
 MODEL_TYPE = "nsa_tinylm"
 ARCHITECTURE = "TinyLMForCausalLM"
 WEIGHTS, CONFIG = "model.safetensors", "config.json"
+_UNFINISHED = ".tmp-export"
 _SHARED = "shared"  # safetensors' metadata: JSON of a name -> the name that holds its tensor
 
 
@@ -32,14 +36,16 @@ class SavesItself(Protocol):
 def save_pretrained(
     model: TinyLM | DenseLM, folder: str | Path, tokenizer: SavesItself | None = None
 ) -> None:
-    """Write ``folder``/model.safetensors, config.json and what ``tokenizer.save`` writes; each file
-    is whole or not there.
+    """Write ``folder``/model.safetensors, config.json and what ``tokenizer.save`` writes: all of
+    them, or, where one cannot be written, none, and ``folder`` is as it was.
 
     Tensors keep names, dtypes and bits; of tensors that are one, the first name is stored. A
     vocabulary that was resized is the embedding's. ValueError for a wrapped or sharded model;
-    TrainError MISSING without safetensors.
+    TrainError MISSING without safetensors, USAGE for a folder that cannot be written to.
     """
-    safetensors = _package()
+    _package()
+    from safetensors import SafetensorError
+
     if not isinstance(model, TinyLM | DenseLM):
         raise ValueError(
             f"save_pretrained got a {type(model).__name__}; wanted a TinyLM or DenseLM; give what"
@@ -47,19 +53,42 @@ def save_pretrained(
             " was loaded into"
         )
     folder = Path(folder)
-    folder.mkdir(parents=True, exist_ok=True)
+    unfinished = folder / _UNFINISHED
+    made: list[Path] = []
+    try:
+        made = [one for one in (folder, *folder.parents) if not one.exists()]
+        folder.mkdir(parents=True, exist_ok=True)
+        if unfinished.exists():  # of an export that was killed
+            shutil.rmtree(unfinished)
+        unfinished.mkdir()
+        _write(model, unfinished, tokenizer)
+        for one in sorted(unfinished.iterdir()):
+            os.replace(one, folder / one.name)
+        unfinished.rmdir()
+    except (OSError, SafetensorError) as error:
+        shutil.rmtree(unfinished, ignore_errors=True)
+        for one in made:  # the innermost first
+            with suppress(OSError):
+                one.rmdir()
+        why = (isinstance(error, OSError) and error.strerror) or one_line(error)
+        raise TrainError(
+            TrainExit.USAGE,
+            f"{folder} cannot be written: {why}; wanted a folder on a disk with room; give another",
+        ) from error
+
+
+def _write(model: TinyLM | DenseLM, folder: Path, tokenizer: SavesItself | None) -> None:
     tensors, shared = _once(model.state_dict())
-    weights = folder / f".tmp-{WEIGHTS}"
-    metadata = {"format": "pt", _SHARED: json.dumps(shared)}
-    safetensors.save_file(tensors, weights, metadata=metadata)
-    with weights.open("rb") as file:
-        os.fsync(file.fileno())
-    os.replace(weights, folder / WEIGHTS)
-    config = folder / f".tmp-{CONFIG}"
+    config, weights = folder / CONFIG, folder / WEIGHTS
     write_text(config, json.dumps(_config_of(model), indent=2) + "\n")
-    os.replace(config, folder / CONFIG)
+    metadata = {"format": "pt", _SHARED: json.dumps(shared)}
+    _package().save_file(tensors, weights, metadata=metadata)
+    weights.chmod(stat.S_IMODE(config.stat().st_mode))  # safetensors makes a file of its owner's
     if tokenizer is not None:
         tokenizer.save(folder)
+    for one in folder.iterdir():
+        with one.open("rb") as file:
+            os.fsync(file.fileno())
 
 
 def load_pretrained(

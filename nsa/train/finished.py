@@ -22,9 +22,12 @@ if TYPE_CHECKING:
     from nsa.train.data.vocabulary import Tokenizer
 
 
-def load_run(out: Path, checkpoint: Path) -> tuple[TinyLM | DenseLM, Tokenizer]:
+def load_run(
+    out: Path, checkpoint: Path, option: str = "--checkpoint"
+) -> tuple[TinyLM | DenseLM, Tokenizer]:
     """The model of a ``checkpoint`` of the run in ``out``, on the CPU in the dtype that it was
-    trained in, and its tokenizer. TrainError CHECKPOINT for one that is damaged or another run's.
+    trained in, and its tokenizer. TrainError CHECKPOINT for one that is damaged or another run's,
+    which says what to give ``option`` instead.
     """
     config = RunConfig.from_mapping(read_resolved(out)["config"])
     tokenizer = tokenizer_of(config, out)
@@ -39,6 +42,7 @@ def load_run(out: Path, checkpoint: Path) -> tuple[TinyLM | DenseLM, Tokenizer]:
         config=config.identity(),
         rank=0,
         world_size=1,
+        option=option,
     )
     try:
         store.load({"model": model.state_dict()}, checkpoint)
@@ -57,7 +61,9 @@ def sample_text(
     top_p: float,
     seed: int,
 ) -> str:
-    """``prompt``, continued by the model of a ``checkpoint``, on a GPU where there is one."""
+    """``prompt``, continued by the model of a ``checkpoint``, on a GPU where there is one.
+    TrainError MEMORY where no cache of so many tokens fits.
+    """
     model, tokenizer = load_run(out, checkpoint)
     if not isinstance(model, TinyLM):
         raise TrainError(
@@ -68,15 +74,21 @@ def sample_text(
         model = model.to("cuda")
     elif model.head.weight.dtype == torch.bfloat16:
         model = model.float()  # a CPU takes 80 times as long in bf16
-    return write_text(
-        model,
-        tokenizer,
-        prompt,
-        tokens=tokens,
-        seed=seed,
-        temperature=temperature,
-        top_p=top_p,
-    )
+    try:
+        return write_text(
+            model,
+            tokenizer,
+            prompt,
+            tokens=tokens,
+            seed=seed,
+            temperature=temperature,
+            top_p=top_p,
+        )
+    except torch.OutOfMemoryError as error:
+        got = str(error).split("; wanted", 1)[0]  # what follows advises who makes the cache
+        raise TrainError(
+            TrainExit.MEMORY, f"out of memory with --tokens {tokens}: {got}; lower --tokens"
+        ) from error
 
 
 def export_run(out: Path, checkpoint: Path, folder: Path) -> None:

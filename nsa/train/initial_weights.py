@@ -37,7 +37,7 @@ def initial_weights(source: Path, config: RunConfig, tokenizer: Tokenizer) -> Ma
 
 def _read(source: Path, tokenizer: Tokenizer) -> Mapping[str, Tensor]:
     if (source / MANIFEST).is_file():
-        model, own = load_run(source.parent.parent, source)
+        model, own = load_run(source.parent.parent, source, "train.init_from")
         if own.sha256 != tokenizer.sha256:
             raise _other_tokenizer(source)
         return model.state_dict()

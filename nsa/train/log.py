@@ -94,6 +94,14 @@ class RunLog:
         values = {"time_utc": utc_now(), **self._always, **values}
         self._lines.write(_json_line({"kind": kind, **values}))
 
+    def go_on_after(self, step: int) -> None:
+        """Cut later steps off training.csv, which the run that goes on after ``step`` trains again.
+
+        The lines of JSON keep both, and an event between them.
+        """
+        if self._table is not None:
+            self._table.cut(_bytes_up_to(step, self._table.read()))
+
     def close(self) -> None:
         self._lines.close()
         if self._table is not None:
@@ -118,6 +126,13 @@ class _Appending:
         """In one call, but for a disk that takes a part."""
         while line:
             line = line[os.write(self._descriptor, line) :]
+
+    def read(self) -> bytes:
+        return self.path.read_bytes()
+
+    def cut(self, end: int) -> None:
+        """Keep the first ``end`` bytes."""
+        os.ftruncate(self._descriptor, end)
 
     def first_line(self) -> bytes:
         return os.pread(self._descriptor, _TAIL_BYTES, 0).partition(b"\n")[0]
@@ -152,6 +167,19 @@ def _begin_table(table: _Appending) -> None:
             f"{table.path} begins with {found[:60]!r}; wanted the columns {','.join(COLUMNS[:4])}"
             ",...; another version wrote it, so move it away",
         )
+
+
+def _bytes_up_to(step: int, table: bytes) -> int:
+    """Of the rows before the first one of a later step."""
+    at = COLUMNS.index("step")
+    header, *rows = table.splitlines(keepends=True)
+    end = len(header)
+    for row in rows:
+        cell = b"".join(row.split(b",", at + 1)[at : at + 1])
+        if cell.isdigit() and int(cell) > step:
+            break
+        end += len(row)
+    return end
 
 
 def _json_line(values: Mapping[str, Any]) -> bytes:

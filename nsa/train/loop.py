@@ -163,6 +163,7 @@ class Trainer:
         self.store.prepare()
         if self._resume is not None:
             self._restore()
+            self._log.go_on_after(self.step_count)
         route = self.route()
         loose = [f"{b.branch}.{b.kernel}" for b in route.branches if not b.repeatable]
         self._log.event(

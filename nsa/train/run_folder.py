@@ -40,14 +40,17 @@ def checkpoint_of(out: Path, named: str, option: str = "--resume") -> Path:
     try:
         name = pointer.read_text(encoding="utf-8").strip()
     except FileNotFoundError:
+        if option == "--resume":
+            step = "train without --resume to begin anew, or name the run's folder"
+        else:
+            step = f"{naming(option)} names one of another folder, or train until one is saved"
         raise TrainError(
-            TrainExit.CHECKPOINT,
-            f"found no checkpoint in {out}; wanted {pointer}; train without --resume to begin anew,"
-            " or name the run's folder",
+            TrainExit.CHECKPOINT, f"found no checkpoint in {out}; wanted {pointer}; {step}"
         ) from None
     except (OSError, UnicodeDecodeError) as error:
         raise TrainError(
-            TrainExit.CHECKPOINT, f"cannot read {pointer}: {error}; --resume PATH names one"
+            TrainExit.CHECKPOINT,
+            f"cannot read {pointer}: {error}; {naming(option)} names one",
         ) from None
     # the second name is one's of which a newer save of the same step was about to take the place
     names = (name, f"{name}.replaced") if name and Path(name).name == name else ()
@@ -55,9 +58,14 @@ def checkpoint_of(out: Path, named: str, option: str = "--resume") -> Path:
     if not found:
         raise TrainError(
             TrainExit.CHECKPOINT,
-            f"{pointer} names {name!r}, which is no checkpoint there; --resume PATH names one",
+            f"{pointer} names {name!r}, which is no checkpoint there; {naming(option)} names one",
         )
     return found[0]
+
+
+def naming(option: str) -> str:
+    """``option`` with a value, as it is written: of the command line, or of a config."""
+    return f"{option} PATH" if option.startswith("-") else f"{option}=PATH"
 
 
 def source_of(named: str) -> Path:

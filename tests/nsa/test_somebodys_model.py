@@ -277,7 +277,9 @@ def test_whole_numbers_of_any_kind_are_counts() -> None:
 )
 def test_a_cache_beyond_memory_says_its_bytes(config: NSAConfig, max_len: int) -> None:
     """FAULTS "window 10**9 in `new_cache`": the allocator's error said nothing of the cause."""
-    with pytest.raises(RuntimeError, match="got no memory on cpu for a cache of") as caught:
+    with pytest.raises(
+        torch.OutOfMemoryError, match="got no memory on cpu for a cache of"
+    ) as caught:
         layer_of(config).new_cache(1, max_len)
     token = 2 * 2 * 8 * 4
     found = int(str(caught.value).split("cache of ")[1].split(" bytes")[0].replace(",", ""))

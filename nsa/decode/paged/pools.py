@@ -52,15 +52,14 @@ def default_pages(grid: BlockGrid, max_batch: int, max_len: int, rollback: int) 
 def zeros(
     sizes: Sequence[tuple[int, ...]], dtype: torch.dtype, device: torch.device, name: str
 ) -> list[Tensor]:
-    """Where memory ends, PyTorch's own kind of error says what the pool ``name`` takes."""
+    """Where memory ends, torch.OutOfMemoryError says what the pool ``name`` takes."""
     # few operators take float8, zeros of which are bytes of 0
     made = torch.uint8 if dtype == torch.float8_e4m3fn else dtype
     try:
         return [torch.zeros(size, dtype=made, device=device).view(dtype) for size in sizes]
     except (RuntimeError, TypeError) as error:  # the latter of a size beyond int64
-        kind = torch.OutOfMemoryError
         needed = sum(math.prod(size) for size in sizes) * dtype.itemsize
-        raise (kind if isinstance(error, kind) else RuntimeError)(
+        raise torch.OutOfMemoryError(  # on a CPU, too, where PyTorch's is a RuntimeError
             f"got no memory on {device} for {needed:,} bytes of {sizes[0][1]:,} pages of {name};"
             " wanted room for them; lower num_pages, which rows share, max_batch or max_len"
         ) from error

@@ -20,9 +20,12 @@ from typing import Any
 import pytest
 import torch
 
-from nsa import capability, settings
+from nsa import TinyLM, capability, settings
+from nsa.config import preset
 from nsa.train import cli, machine, run_folder
+from nsa.train import finished as finished_run
 from nsa.train.config import RunConfig, WatchdogConfig
+from nsa.train.data.vocabulary import ByteTokenizer
 from nsa.train.errors import TrainError, TrainExit
 from nsa.train.yaml_file import read_config
 
@@ -529,6 +532,27 @@ def test_sample_prints_what_the_last_good_checkpoint_writes(
     assert calls == [(out, newest, {**options, "seed": 3}), (out, older, {**options, "seed": 0})]
 
 
+def test_a_text_beyond_memory_is_one_line(
+    supervised: Supervised,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    trained = TinyLM(preset("tiny")).eval()
+    monkeypatch.setattr(finished_run, "load_run", lambda *_: (trained, ByteTokenizer()))
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    out = tmp_path / "run"
+    assert cli.invoke([TINY, "--out", str(out)]) == 0
+    checkpoint(out)
+    capsys.readouterr()
+    for tokens in (10**13, 10**30):
+        words = ["sample", str(out), "--prompt", "The", "--tokens", str(tokens)]
+        assert cli.invoke(words) == TrainExit.MEMORY
+        message = error_of(capsys)
+        assert message.startswith(f"out of memory with --tokens {tokens}: got no memory on cpu for")
+        assert message.endswith("; lower --tokens") and "max_len" not in message
+
+
 def test_export_writes_a_new_folder(
     supervised: Supervised,
     tmp_path: Path,
@@ -550,6 +574,8 @@ def test_export_writes_a_new_folder(
     assert capsys.readouterr().out == f"wrote {folder}\n"
     assert cli.invoke(["export", str(out), str(folder)]) == TrainExit.USAGE
     assert "is there already" in error_of(capsys)
+    assert cli.invoke(["export", str(out), "n" * 300]) == TrainExit.USAGE
+    assert "cannot be read: File name too long" in error_of(capsys)
     assert calls == [(out, good, folder)]
 
 
@@ -564,3 +590,28 @@ def test_sample_and_export_want_a_checkpoint(
         assert "found no checkpoint" in error_of(capsys)
         assert cli.invoke([*words, "--checkpoint", "gone"]) == TrainExit.CHECKPOINT
         assert error_of(capsys).startswith("--checkpoint gone is no folder")
+
+
+def test_what_sample_and_export_advise_are_options_of_theirs(
+    supervised: Supervised, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "run"
+    assert cli.invoke([TINY, "--out", str(out)]) == 0
+    capsys.readouterr()
+    pointer = out / "checkpoints" / "last-good"
+
+    def refused() -> str:
+        assert cli.invoke(["sample", str(out), "--prompt", "x"]) == TrainExit.CHECKPOINT
+        return error_of(capsys)
+
+    assert refused() == (
+        f"found no checkpoint in {out}; wanted {pointer}; --checkpoint PATH names one of another"
+        " folder, or train until one is saved"
+    )
+    pointer.mkdir(parents=True)
+    assert refused().endswith("; --checkpoint PATH names one")
+    pointer.rmdir()
+    pointer.write_text("gone\n")
+    assert refused().endswith(
+        "names 'gone', which is no checkpoint there; --checkpoint PATH names one"
+    )

@@ -3,6 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
+import resource
+import stat
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
@@ -13,7 +18,7 @@ from safetensors.torch import load_file
 from nsa.config import ModelConfig, preset
 from nsa.model import DenseLM, TinyLM
 from nsa.train.errors import TrainError, TrainExit
-from nsa.train.export import load_pretrained, save_pretrained
+from nsa.train.export import SavesItself, load_pretrained, save_pretrained
 
 TINY = replace(preset("tiny"), num_layers=2)
 # a branch that is off is a buffer that no file holds
@@ -158,3 +163,86 @@ def test_without_safetensors(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     with pytest.raises(TrainError, match=r"safetensors is missing") as caught:
         save_pretrained(model_of(TinyLM, TINY), tmp_path)
     assert caught.value.code is TrainExit.MISSING
+
+
+def cannot_write(
+    model: TinyLM, folder: Path, why: str, tokenizer: SavesItself | None = None
+) -> None:
+    with pytest.raises(TrainError) as caught:
+        save_pretrained(model, folder, tokenizer)
+    message = str(caught.value)
+    assert caught.value.code is TrainExit.USAGE and "\n" not in message
+    assert (
+        message
+        == f"{folder} cannot be written: {why}; wanted a folder on a disk with room; give another"
+    )
+
+
+@contextmanager
+def files_of_at_most(num_bytes: int) -> Iterator[None]:
+    """Of the kernel, which refuses a longer one as a full disk does, but for the words."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+def test_a_folder_that_cannot_be(tmp_path: Path) -> None:
+    model = model_of(TinyLM, TINY)
+    (tmp_path / "file").write_text("")
+    cannot_write(model, tmp_path / "file", "File exists")
+    cannot_write(model, tmp_path / "file" / "sub", "Not a directory")
+    cannot_write(model, Path("/proc/nowhere"), "No such file or directory")
+    cannot_write(model, tmp_path / "new" / ("n" * 300), "File name too long")
+    assert [one.name for one in tmp_path.iterdir()] == ["file"]
+
+
+def test_a_full_disk_leaves_no_folder(tmp_path: Path) -> None:
+    with files_of_at_most(100_000):
+        cannot_write(
+            model_of(TinyLM, TINY),
+            tmp_path / "deep" / "out",
+            "Error while serializing: I/O error: File too large (os error 27)",
+        )
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("harm", ["weights", "tokenizer"])
+def test_a_full_disk_leaves_an_older_export_whole(tmp_path: Path, harm: str) -> None:
+    class Full:
+        def save(self, folder: Path) -> None:
+            (folder / "tokenizer.json").write_text("{")
+            raise OSError(28, "No space left on device")
+
+    old = model_of(TinyLM, TINY)
+    save_pretrained(old, tmp_path)
+    other = TinyLM(TINY)
+    if harm == "weights":
+        with files_of_at_most(100_000):
+            cannot_write(
+                other, tmp_path, "Error while serializing: I/O error: File too large (os error 27)"
+            )
+    else:
+        cannot_write(other, tmp_path, "No space left on device", Full())
+    assert sorted(one.name for one in tmp_path.iterdir()) == ["config.json", "model.safetensors"]
+    loaded, own = load_pretrained(tmp_path).state_dict(), old.state_dict()
+    assert all(loaded[name].equal(own[name]) for name in own)
+
+
+def test_what_a_killed_export_left_is_removed(tmp_path: Path) -> None:
+    (tmp_path / ".tmp-export").mkdir()
+    (tmp_path / ".tmp-export" / "left").write_text("")
+    save_pretrained(model_of(TinyLM, TINY), tmp_path)
+    assert sorted(one.name for one in tmp_path.iterdir()) == ["config.json", "model.safetensors"]
+
+
+def test_files_have_the_rights_that_the_umask_leaves(tmp_path: Path) -> None:
+    before = os.umask(0o027)
+    try:
+        save_pretrained(model_of(TinyLM, TINY), tmp_path)
+    finally:
+        os.umask(before)
+    rights = {one.name: stat.S_IMODE(one.stat().st_mode) for one in tmp_path.iterdir()}
+    assert rights == {"config.json": 0o640, "model.safetensors": 0o640}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import json
 import os
 import signal
@@ -72,3 +73,5 @@ def test_a_killed_run_resumes_bit_for_bit(tmp_path: Path) -> None:
     torch.testing.assert_close(saved(killed, 40), saved(sound, 40), rtol=0, atol=0)
     last = [json.loads(t) for t in (killed / "log" / "rank0.jsonl").read_text().splitlines()][-1]
     assert (last["kind"], last["step"]) == ("done", 40)
+    with (killed / "log" / "training.csv").open(encoding="utf-8", newline="") as file:
+        assert [int(row["step"]) for row in csv.DictReader(file)] == list(range(2, 41, 2))

@@ -57,6 +57,38 @@ def test_what_is_not_finite_is_null_and_named(tmp_path: Path) -> None:
     ]
 
 
+def steps_of_the_table(out: Path) -> list[int]:
+    with (out / "log/training.csv").open(newline="") as file:
+        return [int(row["step"]) for row in csv.DictReader(file)]
+
+
+def test_the_table_holds_each_step_once(tmp_path: Path) -> None:
+    """A run that was killed after its checkpoint of step 20 trains steps 21 to 40 again."""
+    log = RunLog(tmp_path, 0, tensorboard=False)
+    for step in (10, 20, 30, 40):
+        log.write(record(step=step, statistics={"text": "a,b"}))
+    log.close()
+    log = RunLog(tmp_path, 0, tensorboard=False)
+    assert steps_of_the_table(tmp_path) == [10, 20, 30, 40]  # until the checkpoint is read
+    log.go_on_after(20)
+    log.event("start", step=20)
+    log.write(record(step=30))
+    log.close()
+    assert steps_of_the_table(tmp_path) == [10, 20, 30]
+    lines = read_log(log_path(tmp_path, 0))
+    assert [line["step"] for line in lines if "step" in line] == [10, 20, 30, 40, 20, 30]
+    RunLog(tmp_path, 1, tensorboard=False).go_on_after(20)  # which has no table
+
+
+def test_a_table_without_steps_after_the_checkpoint_stays(tmp_path: Path) -> None:
+    log = RunLog(tmp_path, 0, tensorboard=False)
+    log.go_on_after(20)  # of another run's folder
+    log.write(record(step=30))
+    log.go_on_after(30)
+    log.close()
+    assert steps_of_the_table(tmp_path) == [30]
+
+
 def test_the_table_has_the_columns_of_a_record(tmp_path: Path) -> None:
     log = RunLog(tmp_path, 0, tensorboard=False)
     log.write(record(step=10, mfu_pct=None))
