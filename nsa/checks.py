@@ -56,6 +56,11 @@ def qkv(q: Tensor, k: Tensor, v: Tensor, *, q_start: int | Tensor, whole: bool =
                 f"{name} has shape {tuple(x.shape)}; wanted at least one query, head and dim a"
                 " sequence; skip calls without tokens"
             )
+        if name == "v" and x.shape[3] == 0:
+            raise ValueError(
+                f"v has shape {tuple(x.shape)}; wanted a head dim >= 1; project values that hold"
+                " something"
+            )
         if x.dtype not in DTYPES or x.dtype != q.dtype:
             other_dtype = "" if x is q else f" and q is {q.dtype}"
             raise ValueError(

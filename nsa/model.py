@@ -103,9 +103,9 @@ class _Decoder(nn.Module):
         )
         if not known and len({c.lengths for c in caches}) > 1:
             lengths = [c.lengths for c in caches]
+            undo = getattr(caches[0], "undo", None) or f"begin anew with {maker}"
             raise ValueError(
-                f"got caches that hold {lengths} tokens; wanted the same in each layer; begin anew"
-                f" with {maker}"
+                f"got caches that hold {lengths} tokens; wanted the same in each layer; {undo}"
             )
         if len({id(c.steps) for c in caches}) > 1:
             raise ValueError(

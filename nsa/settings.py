@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import logging
 import os
 from collections.abc import Mapping
@@ -241,9 +242,7 @@ def load(environ: Mapping[str, str]) -> Settings:
                 f" {RETIRED[name]}"
             )
         if name not in MEANINGS:
-            raise ValueError(
-                f"environment variable {name} is not known{nearest_name(name, list(MEANINGS))}"
-            )
+            raise ValueError(f"environment variable {name} is not known{_nearest(name)}")
         if (word := text.strip().lower()) != "":
             values[_field(name)] = Setting(_parse(name, word, text), ENVIRONMENT)
     if "thresholds" not in values:
@@ -251,6 +250,13 @@ def load(environ: Mapping[str, str]) -> Settings:
         if file is not None and file.is_file():
             values["thresholds"] = Setting(str(file))
     return Settings(**values)
+
+
+def _nearest(name: str) -> str:
+    """`nearest_name` by what follows NSA_, with which each name begins."""
+    known = {one.removeprefix("NSA_"): one for one in MEANINGS}
+    near = difflib.get_close_matches(name.removeprefix("NSA_"), known, n=1, cutoff=0.5)
+    return nearest_name(known[near[0]] if near else "", list(MEANINGS))
 
 
 def _parse(name: str, word: str, text: str) -> bool | int | str:

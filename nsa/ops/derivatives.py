@@ -41,12 +41,18 @@ def has_slices(x: Tensor) -> bool:
 
 def check_readable(path: str, *read: object) -> None:
     """ValueError where path ``path`` cannot read tensors on the host: vmap runs over them, or
-    torch.export traces the call.
+    torch.export traces the call. Under torch.compile the graph ends here; with fullgraph=True that
+    is Dynamo's error, with this reason.
     """
     if is_exporting():
         raise ValueError(
             f"got torch.export of path={path!r}, which reads the chosen blocks on the host; wanted"
             " masked or v2; set path"
+        )
+    if torch.compiler.is_compiling():
+        torch._dynamo.graph_break(
+            msg=f"got torch.compile(fullgraph=True) of path={path!r}, which reads the chosen blocks"
+            " on the host; wanted masked, v2 or triton; set path, or compile with fullgraph=False"
         )
     if has_transforms() and any(isinstance(x, Tensor) and has_slices(x) for x in read):
         raise ValueError(

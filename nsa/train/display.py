@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 DRAW_S = 0.25
 CLOSE_S = 1.0
 SILENT_S = 5.0  # from here the line names the silence
+LONG_START_S = 60.0  # importing torch has taken 10 s on a loaded machine
 BAR = 24
 LEAST_BAR = 4  # where the terminal has room for less, the line goes without
 
@@ -28,6 +29,8 @@ LEAST_BAR = 4  # where the terminal has room for less, the line goes without
 def describe(beat: Beat | None, silent_s: float, clock: MachineClock) -> str:
     """A rank in one line: step, loss, tok/s, ETA, phase, and how long nothing came."""
     if beat is None:
+        if silent_s < LONG_START_S:
+            return f"start: {silent_s:.0f} s so far, while torch is imported"
         return f"start: no heartbeat for {silent_s:.0f} s"
     parts = [f"step {beat.step:,}" + (f"/{beat.steps:,}" if beat.steps else "")]
     report = beat.report

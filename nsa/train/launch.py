@@ -73,10 +73,16 @@ def _check_same(out: Path, config: RunConfig) -> None:
         if old.get(key) != new.get(key)
     ]
     more = f" and {len(changed) - 3} more" if len(changed) > 3 else ""
+    longer = ""
+    if any(one.startswith("train.steps ") for one in changed):
+        longer = (
+            ", or begin with its weights in another folder: --set train.init_from="
+            f"{out} --out OTHER"
+        )
     raise TrainError(
         TrainExit.CHECKPOINT,
         f"the run in {out} is of another config ({', '.join(changed[:3])}{more}); wanted the same;"
-        " drop --resume to begin anew",
+        f" drop --resume to begin anew{longer}",
     )
 
 

@@ -348,3 +348,14 @@ def test_the_compiler_is_not_imported_before_it_compiles() -> None:
     script = "import sys, nsa.functional, nsa.model; sys.exit('torch._dynamo' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", script], cwd=ROOT, check=False)
     assert done.returncode == 0
+
+
+@pytest.mark.parametrize("kind", ["v1", "reference"])
+def test_a_path_that_reads_on_the_host_says_why_no_one_graph_holds_it(kind: str) -> None:
+    layer = layer_of(kind)
+    compiled = torch.compile(layer, fullgraph=True, backend="eager")
+    wanted = (
+        rf"path='{kind}', which reads the chosen blocks on the host; wanted masked, v2 or triton"
+    )
+    with pytest.raises(torch._dynamo.exc.Unsupported, match=wanted):
+        compiled(randn(1, 20, TINY.dim, seed=1))

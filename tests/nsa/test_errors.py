@@ -189,6 +189,17 @@ def test_a_tensor_that_does_not_fit_is_refused_before_anything_runs(
         refused(lambda: CALLS[call][1](arguments))
 
 
+@pytest.mark.parametrize("path", ["auto", "reference", "v1", "v2", "masked"])
+def test_values_without_a_dimension_are_refused_on_every_path(path: str) -> None:
+    """v1 raised PyTorch's "cannot reshape tensor of 0 elements", the others returned [.., 0]."""
+    a = tensors()
+    a["v"] = a["v"][..., :0]
+    with pytest.raises(ValueError, match=r"v has shape \(1, \d+, 2, 0\); wanted a head dim >= 1"):
+        attend(a, path=path)
+    with pytest.raises(ValueError, match="wanted a head dim >= 1"):
+        selected_attention(a["q"], a["k"], a["v"], a["blocks"], sel_block=16, path=path)
+
+
 @pytest.mark.parametrize("value", [0, -1, 8.5, True, "8"])
 def test_sizes_are_whole_numbers(value: object) -> None:
     a = tensors()

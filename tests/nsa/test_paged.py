@@ -580,3 +580,24 @@ def test_beams_of_a_model_are_rows_alone() -> None:
     got = model(ids[:, 40:], cache=cache.layers)
     joined = torch.cat([ids[1:, :40].expand(2, 40), ids[:, 40:]], 1)
     assert_parity(got, model(joined)[:, 40:], "two beams of row 1")
+
+
+@torch.no_grad()
+def test_a_step_that_failed_is_taken_back_and_run_again() -> None:
+    model = model_of()
+    cache, ids = PagedCache.of(model, 2, ROOM), torch.arange(120).view(2, 60) % 256
+    cache.join(), cache.join()
+    got = [model(ids[:, :40], cache=cache.layers)]
+
+    def fail(*_: object) -> None:
+        raise RuntimeError("planted")
+
+    hook = model.blocks[1].register_forward_pre_hook(fail)
+    with pytest.raises(RuntimeError, match="planted"):
+        model(ids[:, 40:41], cache=cache.layers)
+    hook.remove()
+    with pytest.raises(ValueError, match=r"take the step back with cancel\(\) of the PagedCache"):
+        model(ids[:, 40:41], cache=cache.layers)
+    cache.cancel()
+    got += [model(ids[:, t : t + 1], cache=cache.layers) for t in range(40, 60)]
+    assert_parity(torch.cat(got, 1), model(ids), "after cancel")

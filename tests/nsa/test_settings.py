@@ -380,3 +380,17 @@ def test_strict_asserts_check_the_blocks(
         and "ValueError: blocks" in done.stderr
         and f"an id {fault};" in done.stderr
     ), done.stderr
+
+
+@pytest.mark.parametrize(
+    ("name", "end"),
+    [
+        ("NSA_FOO", f"is not known; valid names: {', '.join(sorted(MEANINGS))}"),
+        ("NSA_USE_FA", "is not known; did you mean 'NSA_USE_FA2'?"),
+    ],
+)
+def test_only_a_near_name_is_suggested(name: str, end: str) -> None:
+    """What each name begins with made NSA_USE_FA2 near to NSA_FOO."""
+    with pytest.raises(ValueError) as caught:
+        load({name: "1"})
+    assert str(caught.value) == f"environment variable {name} {end}"

@@ -273,7 +273,9 @@ class PagedCache:
             self._upload(sorted(writes.changed))
 
     def cancel(self) -> None:
-        """Take back a planned step that some layer has not taken, such as one that failed."""
+        """Take back a planned step that some layer has not taken, such as one that failed: rows
+        hold again what they held before it.
+        """
         if self._due:
             self.rows.undo(self._planned, self._first)
             self._due = set()
@@ -404,6 +406,9 @@ class PagedCache:
 
 class PagedLayer(NSACache):
     """One layer of a PagedCache, taken wherever an NSACache is; ``PagedCache.layers`` has them."""
+
+    # what to do where a step ended in an error between two layers
+    undo = "take the step back with cancel() of the PagedCache, and run it again"
 
     def __init__(self, owner: PagedCache, index: int, config: NSAConfig) -> None:
         self.owner, self.index = owner, index

@@ -30,8 +30,8 @@ def attend(
 ) -> tuple[Tensor, None]:
     """See ``nsa.ops.selected.AttendFn``. B * G * T Python iterations, each with host syncs."""
     del fa2, num_full_rows
-    _LOG.warning("Using slow _sdpa_over_ranges: path=reference, %d rows", blocks[..., 0].numel())
     check_readable("reference", blocks, q_start)
+    _LOG.warning("Using slow _sdpa_over_ranges: path=reference, %d rows", blocks[..., 0].numel())
     at, q_starts = int_and_tensor(q_start)
     run = _attend if is_transformed() else torch.ops.nsa.selected_reference
     o: Tensor = run(q, k, v, blocks, q_starts, at, sel_block, scale)

@@ -285,6 +285,11 @@ def test_resume_errors(
     sets = [word for one in (*harmless, "train.lr=1e-5") for word in ("--set", one)]
     assert cli.invoke([*command, *sets]) == TrainExit.CHECKPOINT
     assert "is of another config (train.lr 0.003 -> 1e-05)" in error_of(capsys)
+    assert cli.invoke([*command, "--set", "train.steps=900"]) == TrainExit.CHECKPOINT
+    assert error_of(capsys).endswith(
+        "(train.steps 300 -> 900); wanted the same; drop --resume to begin anew, or begin with its"
+        f" weights in another folder: --set train.init_from={out} --out OTHER"
+    )
     shutil.rmtree(folder)
     assert cli.invoke(command) == TrainExit.CHECKPOINT
     assert "names 'step-00000050', which is no checkpoint there" in error_of(capsys)

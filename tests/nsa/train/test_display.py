@@ -47,7 +47,8 @@ def test_a_beat_in_one_line(beat: Beat) -> None:
 def test_silence_is_named_with_its_phase(beat: Beat) -> None:
     silent = replace(beat, phase=Phase.DATA)
     assert describe(silent, 12.4, clock(beat, 1)).endswith("no progress for 12 s in data")
-    assert describe(None, 7.0, clock(beat, 1)) == "start: no heartbeat for 7 s"
+    assert describe(None, 7.0, clock(beat, 1)) == "start: 7 s so far, while torch is imported"
+    assert describe(None, 60.0, clock(beat, 1)) == "start: no heartbeat for 60 s"
 
 
 def test_a_run_that_is_over_has_no_time_left_and_is_not_silent(beat: Beat) -> None:
