@@ -293,7 +293,7 @@ def test_ctrl_c_while_it_is_kept_changes_no_verdict(
 ) -> None:
     """A caller from Python gets it: their loop must not go on."""
 
-    def interrupted(history: History, run: Any) -> Added:
+    def interrupted(history: History, run: Any, **_: Any) -> Added:
         raise KeyboardInterrupt
 
     stored()
