@@ -15,7 +15,7 @@ from torch import Tensor
 
 from nsa import NSAConfig, engagement, nsa_attention
 from nsa.ops.kernels import plans
-from nsa.ops.kernels.plans import LaunchPlan
+from nsa.ops.kernels.launch_plan import LaunchPlan
 from tests.cases import randn
 
 PAPER = NSAConfig()

@@ -37,10 +37,11 @@ import nsa.ops
 from nsa import settings
 from nsa.ops import operator
 from nsa.ops.interval import roles
-from nsa.ops.kernels import common, plans, shares, tiles
+from nsa.ops.kernels import call_recorder, common, launch_plan, plans, shares, tiles
 from nsa.ops.kernels import launch as door
 from nsa.ops.kernels.launch import LaunchedKernel, launch
-from nsa.ops.kernels.plans import LaunchPlan, Plans
+from nsa.ops.kernels.launch_plan import LaunchPlan
+from nsa.ops.kernels.plans import Plans
 from nsa.ops.scores import kernels as scores
 from tests.cases import randn
 from tests.nsa import absent_gpu
@@ -96,7 +97,7 @@ class Zeroed(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         made = func(*args, **(kwargs or {}))
-        return made.zero_() if func in plans._MAKES else made
+        return made.zero_() if func in call_recorder.MAKES else made
 
 
 @pytest.fixture
@@ -104,7 +105,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[Computing]:
     made = Computing()
     absent_gpu.installed(monkeypatch, made)
     monkeypatch.setattr(
-        plans,
+        launch_plan,
         "_empty_on",
         lambda device: (
             lambda size, strides, dtype: torch.empty_strided(size, strides, dtype=dtype).zero_()
@@ -655,7 +656,7 @@ def reachable(x: object) -> list[object]:
         one = todo.pop()
         if id(one) in seen or isinstance(one, type | ModuleType | JITFunction):
             continue
-        if callable(one) and not isinstance(one, plans.TensorMaps):
+        if callable(one) and not isinstance(one, launch_plan.TensorMaps):
             continue
         if isinstance(one, dict) and "__builtins__" in one:
             continue
@@ -689,7 +690,7 @@ def test_a_workspace_is_freed_where_the_body_frees_it_or_before(
         most[0] = max(most[0], sum(one() is not None for one in made))
         return x
 
-    monkeypatch.setattr(plans, "_empty_on", lambda device: empty)
+    monkeypatch.setattr(launch_plan, "_empty_on", lambda device: empty)
     one = Plans(body)
     for _ in range(4):
         one.call([inputs()[0]])
