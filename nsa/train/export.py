@@ -37,7 +37,7 @@ def save_pretrained(
     model: TinyLM | DenseLM, folder: str | Path, tokenizer: SavesItself | None = None
 ) -> None:
     """Write ``folder``/model.safetensors, config.json and what ``tokenizer.save`` writes: all of
-    them, or, where one cannot be written, none, and ``folder`` is as it was.
+    them, or, where one cannot be written, none. All are written before the first takes its name.
 
     Tensors keep names, dtypes and bits; of tensors that are one, the first name is stored. A
     vocabulary that was resized is the embedding's. ValueError for a wrapped or sharded model;
@@ -65,11 +65,13 @@ def save_pretrained(
         for one in sorted(unfinished.iterdir()):
             os.replace(one, folder / one.name)
         unfinished.rmdir()
-    except (OSError, SafetensorError) as error:
+    except BaseException as error:
         shutil.rmtree(unfinished, ignore_errors=True)
         for one in made:  # the innermost first
             with suppress(OSError):
                 one.rmdir()
+        if not isinstance(error, OSError | SafetensorError):
+            raise
         why = (isinstance(error, OSError) and error.strerror) or one_line(error)
         raise TrainError(
             TrainExit.USAGE,
@@ -86,9 +88,10 @@ def _write(model: TinyLM | DenseLM, folder: Path, tokenizer: SavesItself | None)
     weights.chmod(stat.S_IMODE(config.stat().st_mode))  # safetensors makes a file of its owner's
     if tokenizer is not None:
         tokenizer.save(folder)
-    for one in folder.iterdir():
-        with one.open("rb") as file:
-            os.fsync(file.fileno())
+    for one in folder.rglob("*"):
+        if one.is_file():
+            with one.open("rb") as file:
+                os.fsync(file.fileno())
 
 
 def load_pretrained(

@@ -170,16 +170,15 @@ def _begin_table(table: _Appending) -> None:
 
 
 def _bytes_up_to(step: int, table: bytes) -> int:
-    """Of the rows before the first one of a later step."""
+    """Of the rows up to the last one of ``step`` or an earlier one."""
     at = COLUMNS.index("step")
-    header, *rows = table.splitlines(keepends=True)
-    end = len(header)
-    for row in rows:
-        cell = b"".join(row.split(b",", at + 1)[at : at + 1])
-        if cell.isdigit() and int(cell) > step:
+    rows = table.splitlines(keepends=True)
+    while len(rows) > 1:
+        cell = b"".join(rows[-1].split(b",", at + 1)[at : at + 1])
+        if not cell.isdigit() or int(cell) <= step:
             break
-        end += len(row)
-    return end
+        rows.pop()
+    return sum(map(len, rows))
 
 
 def _json_line(values: Mapping[str, Any]) -> bytes:

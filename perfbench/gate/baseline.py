@@ -124,8 +124,8 @@ def promote(
     if rules is not None:
         baseline = baseline.model_copy(update={"rules": rules.to_stored()})
         notes += _loosened(rules, old)
-    baseline = write_baseline(path, baseline)
     notes += blind_cells(run, baseline, rules)
+    baseline = write_baseline(path, baseline)
     return Promotion(
         path, baseline, sorted(set(cells) - set(kept)), sorted(kept), sorted(removed), notes
     )

@@ -21,18 +21,18 @@ def clock_faults(timed_s: Sequence[float], clocks: OtherClocks) -> list[str]:
     """A sentence for each clock that contradicts ``timed_s``, the seconds of each sample."""
     total_s, slack_s = sum(timed_s), CLOCK_SLACK_S * len(timed_s)
     between_s = FLUSH_SLACK * clocks.between_s
-    raw_aside_s = between_s + clocks.aside_s
+    aside_s = between_s + clocks.aside_s
     found = [
-        _apart(total_s, clocks.raw_s, raw_aside_s, slack_s, "the kernel's raw clock"),
+        _apart(total_s, clocks.raw_s, aside_s, slack_s, "the kernel's raw clock"),
         _cpu_fault(total_s, between_s + slack_s, clocks),
     ]
     if clocks.parent_s is not None:
         # It began before the first sample and ended after the last, so it is never the lesser.
         word_s = slack_s + MESSAGE_SLACK_S
-        found.append(_apart(total_s, clocks.parent_s, between_s, word_s, "the parent's clock"))
+        found.append(_apart(total_s, clocks.parent_s, aside_s, word_s, "the parent's clock"))
     if clocks.gemm_s is not None and clocks.gemm_raw_s is not None:
-        aside_s, other = clocks.gemm_aside_s, "the kernel's raw clock"
-        odd = _apart(clocks.gemm_s, clocks.gemm_raw_s, aside_s, CPU_TICK_S, other)
+        gemm_aside_s, other = clocks.gemm_aside_s, "the kernel's raw clock"
+        odd = _apart(clocks.gemm_s, clocks.gemm_raw_s, gemm_aside_s, CPU_TICK_S, other)
         return [*_sentences("the samples", found), *_sentences("the GEMM's repeats", [odd])]
     return _sentences("the samples", found)
 

@@ -19,7 +19,7 @@ OF_INFO = (  # columns of `runs` that are fields of RunInfo
     *("branch", "is_dirty", "command", "headline", "exit_code", "folder"),
 )
 
-UNMEASURED = ("FAILED", "MISSING")  # verdicts of a cell without a usable row
+NO_ROW = "MISSING"  # the verdict of a cell without any row: of one that crashed it is FAILED
 
 
 class Added(StrEnum):
@@ -65,8 +65,8 @@ def check_nothing_lost(stored: Iterable[HistoryCell], run: HistoryRun) -> None:
     for before in stored:
         had, cell = _processes(before), now.get(before.cell_id)
         has = 0 if cell is None else _processes(cell)
-        unmeasured = cell is None or cell.verdict in UNMEASURED
-        if has < had and (has or unmeasured):
+        no_row = cell is None or cell.verdict == NO_ROW
+        if has < had and (has or no_row):
             lost.append(f"{before.cell_id} has {has} of {had} processes")
     if lost:
         more = f" (and {len(lost) - 1} more cells)" if len(lost) > 1 else ""

@@ -29,17 +29,29 @@ COMPRESSED = {"block": 8, "stride": 4, "width": None}
 
 
 @pytest.mark.parametrize(
-    ("groups", "heads", "BC", "geometry", "start"),
+    ("groups", "heads", "BC", "geometry", "start", "fewer"),
     [
-        (3, 6, 64, COMPRESSED, 0),
-        (2, 4, 64, COMPRESSED, 1500),
-        (3, 3, 128, COMPRESSED, 1500),
-        (3, 6, 64, {"block": 1, "stride": 1, "width": 90}, 0),
-        (2, 2, 128, {"block": 1, "stride": 1, "width": 300}, 700),
-        (2, 4, 64, {"block": 1, "stride": 1, "width": 20}, 1500),
-        (3, 3, 64, {"block": 131, "stride": 1, "width": 70}, 60),
+        (3, 6, 64, COMPRESSED, 0, 0),
+        (2, 4, 64, COMPRESSED, 1500, 0),
+        (3, 3, 128, COMPRESSED, 1500, 0),
+        (3, 6, 64, {"block": 1, "stride": 1, "width": 90}, 0, 0),
+        (2, 2, 128, {"block": 1, "stride": 1, "width": 300}, 700, 0),
+        (2, 4, 64, {"block": 1, "stride": 1, "width": 20}, 1500, 0),
+        (3, 3, 64, {"block": 131, "stride": 1, "width": 70}, 60, 0),
+        (3, 3, 64, {"block": 1, "stride": 1, "width": 90}, 0, 60),
+        (2, 2, 64, {"block": 1, "stride": 1, "width": 90}, 1500, 200),
     ],
-    ids=["compressed", "late", "late by 128", "window", "late window", "narrow", "cut window"],
+    ids=[
+        "compressed",
+        "late",
+        "late by 128",
+        "window",
+        "late window",
+        "narrow",
+        "cut window",
+        "window beyond the keys",
+        "window behind the keys",
+    ],
 )
 def test_forward_with_warp_roles(
     groups: int,
@@ -47,16 +59,17 @@ def test_forward_with_warp_roles(
     BC: int,
     geometry: dict[str, int | None],
     start: int,
+    fewer: int,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Two rows of a batch, two kv heads, 100 queries: a tile of 36 rows, whole tiles of keys and
-    masked ones, queries that see none.
+    masked ones, queries that see none. ``fewer`` keys than the last query would see.
     """
     kernels = machine.kernels(["nsa_interval_forward_roles"], SOURCE)
     monkeypatch.setattr(nsa.ops.interval, "warp_roles", SimpleNamespace(**kernels), raising=False)
     q = randn(2, 100, 2 * heads, 64, seed=1).half()
     block, stride, width = (geometry[name] for name in ("block", "stride", "width"))
-    C = (start + 100 - block) // stride + 1
+    C = (start + 100 - block) // stride + 1 - fewer
     k, v = (randn(2, C, 2, 64, seed=n).half() for n in (2, 3))
     sizes = RoleSizes(BC, 2, groups, 128, 160)
     where = {"q_start": start, "first": None, "scale": 0.3}

@@ -591,6 +591,8 @@ def test_memory_from_elsewhere_is_refused(gpu: Computing) -> None:
         (lambda x, y: y[1:], "not memory of its own"),
         (lambda x, y: y[:1], "not memory of its own"),
         (lambda x, y: (y, y), "share memory"),
+        (lambda x, y: None, "no tensor"),
+        (lambda x, y: (y, 3), "no tensor"),
     ],
 )
 def test_outputs_that_are_no_memory_of_their_own_are_refused(
@@ -631,6 +633,24 @@ def test_another_function_in_the_place_of_launch_is_refused(
     monkeypatch.setattr(scores, "launch", lambda *_, **__: None)
     one, body = planned()
     assert "another function" in str(*one.plans.values()) and body.calls == 3
+
+
+class Importing(str):
+    """The name of a module, while whose turn it is another thread imports."""
+
+    def startswith(self, *given: Any) -> bool:
+        sys.modules["tests.imported"] = ModuleType("tests.imported")
+        return super().startswith(*given)
+
+
+def test_another_thread_may_import_while_a_call_is_recorded(
+    gpu: Computing, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, Importing("tests.importing"), ModuleType("tests.importing"))
+    monkeypatch.delitem(sys.modules, "tests.imported", raising=False)
+    one, body = planned()
+    sys.modules.pop("tests.imported")
+    assert [type(plan) for plan in one.plans.values()] == [LaunchPlan] and body.calls < 4
 
 
 def test_outputs_are_new_and_no_tensor_is_held(gpu: Computing) -> None:

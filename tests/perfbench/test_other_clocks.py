@@ -86,6 +86,10 @@ def test_what_passed_outside_of_the_steps_is_no_wrong_clock() -> None:
     assert faults_of(row_of([0.9] * 4, aside_s=0.3, cpu_s=3.6)) == []
     [reason] = faults_of(row_of([0.9] * 4, aside_s=0.2, cpu_s=3.6))
     assert "at most 0.2 s of it outside of the steps" in reason
+    stopped = {"raw_s": 5.0, "aside_s": 2.0, "parent_s": 5.01, "cpu_s": 3.0}
+    assert faults_of(row_of([1.0] * 3, **stopped)) == []
+    [reason] = faults_of(row_of([1.0] * 3, **stopped | {"parent_s": 9.0}))
+    assert "the parent's clock" in reason
     gemm = {"gemm_s": 0.5, "gemm_raw_s": 1.0}
     assert faults_of(row_of([1.0] * 4, **gemm, gemm_aside_s=0.5)) == []
     assert faults_of(row_of([1.0] * 4, **gemm, gemm_aside_s=0.3)) != []

@@ -18,8 +18,9 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 
 @gluon.jit
-def _sees(pos, C, block, stride):
-    return gl.minimum(gl.where(pos + 1 < block, 0, (pos + 1 - block) // stride + 1), C)
+def _end(pos, block, stride):
+    """One past the last key that position ``pos`` sees, of as many as there may be."""
+    return gl.where(pos + 1 < block, 0, (pos + 1 - block) // stride + 1)
 
 
 @gluon.jit
@@ -47,18 +48,19 @@ def _softmax(
     s,
     m,
     total,
-    hi,
+    sees,
     c0,
     all_see,
-    width,
     scale_log2,
     BC: gl.constexpr,
     s_lay: gl.constexpr,
     BANDED: gl.constexpr,
 ):
     """(weights, maximum, sum, what the sums so far are worth) with one more tile of products.
-    ``all_see``: the first key that every query sees, and one past the last.
+    ``sees``: the first key that a query sees, and one past the last; ``all_see``: that every query
+    sees.
     """
+    lo, hi = sees
     masked = c0 + BC > all_see[1]
     if BANDED:
         masked = masked | (c0 < all_see[0])
@@ -66,7 +68,7 @@ def _softmax(
         key = c0 + gl.arange(0, BC, layout=gl.SliceLayout(0, s_lay))
         seen = key[None, :] < hi[:, None]
         if BANDED:
-            seen = seen & (key[None, :] >= hi[:, None] - width)
+            seen = seen & (key[None, :] >= lo[:, None])
         s = gl.where(seen, s, float("-inf"))
     new = gl.maximum(m, gl.max(s, 1) * scale_log2)
     safe = gl.where(new == float("-inf"), 0.0, new)
@@ -108,9 +110,10 @@ def _attend(
     o_row: gl.constexpr = gl.SliceLayout(1, o_lay)
     out_lay: gl.constexpr = gl.BlockedLayout([1, 8], [256 // D, D // 8], [4, 1], [1, 0])
     t = t0 + gl.arange(0, 64, layout=row_lay)
-    hi = _sees(gl.minimum(t, T - 1) + q0, C, block, stride)
-    last_hi = _sees(gl.minimum(t0 + 64, T) - 1 + q0, C, block, stride)
-    all_see = (last_hi - width, _sees(t0 + q0, C, block, stride))
+    end = _end(gl.minimum(t, T - 1) + q0, block, stride)
+    sees = (end - width, gl.minimum(end, C))
+    last_end = _end(gl.minimum(t0 + 64, T) - 1 + q0, block, stride)
+    all_see = (last_end - width, gl.minimum(_end(t0 + q0, block, stride), C))
     q = q_bufs.index(WHICH).reshape([64, D])
     zero = gl.zeros([64, BC], gl.float32, s_lay)
     acc = gl.zeros([64, D], gl.float32, o_lay)
@@ -123,7 +126,7 @@ def _attend(
     )
     s = warpgroup_mma_wait(0, deps=[s])
     mbarrier.arrive(k_empty.index(0), count=1)
-    p, m, total, a = _softmax(s, m, total, hi, begin, all_see, width, scale_log2, BC, s_lay, BANDED)
+    p, m, total, a = _softmax(s, m, total, sees, begin, all_see, scale_log2, BC, s_lay, BANDED)
     p16 = gl.convert_layout(p.to(dtype), p_lay)
     for tile in range(1, num_tiles):
         stage = tile % STAGES
@@ -141,9 +144,7 @@ def _attend(
         s = warpgroup_mma_wait(1, deps=[s])
         mbarrier.arrive(k_empty.index(stage), count=1)
         c0 = begin + tile * BC
-        p, m, total, a = _softmax(
-            s, m, total, hi, c0, all_see, width, scale_log2, BC, s_lay, BANDED
-        )
+        p, m, total, a = _softmax(s, m, total, sees, c0, all_see, scale_log2, BC, s_lay, BANDED)
         acc = warpgroup_mma_wait(0, deps=[acc])
         mbarrier.arrive(v_empty.index(before), count=1)
         acc = acc * gl.convert_layout(a, o_row)[:, None]
@@ -211,10 +212,10 @@ def nsa_interval_forward_roles(
         mbarrier.init(v_full.index(i), count=1)
         mbarrier.init(k_empty.index(i), count=GROUPS)
         mbarrier.init(v_empty.index(i), count=GROUPS)
-    end = _sees(gl.minimum(t0 + 64, T) - 1 + q0, C, block, stride)
+    end = gl.minimum(_end(gl.minimum(t0 + 64, T) - 1 + q0, block, stride), C)
     begin = 0
     if BANDED:
-        begin = gl.maximum(_sees(t0 + q0, C, block, stride) - width, 0)
+        begin = gl.maximum(_end(t0 + q0, block, stride) - width, 0)
     # of a row that sees none, one that is masked
     num_tiles = gl.maximum((end - begin + BC - 1) // BC, 1)
     where = (q0, block, stride, width)

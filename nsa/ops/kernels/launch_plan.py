@@ -21,6 +21,8 @@ from triton.runtime.jit import JITFunction
 from nsa.ops.kernels import launch as door
 from nsa.ops.kernels.call_recorder import CallRecorder, Layout, Place, Refused, layout_of
 
+MOST_MAPS = 32  # addresses of a tensor of a plan: memory of PyTorch's comes back at few
+
 _data_ptr = Tensor.data_ptr
 
 
@@ -34,7 +36,7 @@ class TensorMaps:
     def at(self, address: int) -> list[Any]:
         found = self._made.get(address)
         if found is None:
-            if len(self._made) >= door.MOST_VALUES:
+            if len(self._made) >= MOST_MAPS:
                 self._made.clear()
             one = copy(self._like)
             one.base = SimpleNamespace(data_ptr=lambda: address)
@@ -188,8 +190,11 @@ def _outputs(recorder: CallRecorder, result: Any) -> tuple[dict[int, Layout], li
     is made as the output has it.
     """
     layouts = dict(enumerate(recorder.made, recorder.num_inputs))
+    results = (result,) if isinstance(result, Tensor) else result
+    if not isinstance(results, tuple | list) or any(not isinstance(x, Tensor) for x in results):
+        raise Refused("the result is no tensor, nor a sequence of tensors")
     outputs: list[int] = []
-    for x in (result,) if isinstance(result, Tensor) else result:
+    for x in results:
         (number, at), layout = recorder.place_of(x), layout_of(x)
         ends = sum((n - 1) * stride for n, stride in zip(*layout[:2], strict=True)) + 1
         bytes_ = ends * x.element_size() if x.numel() else 0

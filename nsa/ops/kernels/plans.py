@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import marshal
 import sys
+import threading
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from functools import reduce
@@ -37,7 +38,7 @@ from nsa.ops.kernels.shares import number_of_shares
 
 # False: every call runs the operator's body; for measurements and tests.
 enabled = True
-MOST_PLANS = 64  # of an operator; a plan is some 5 KB
+MOST_PLANS = 64  # of an operator; a plan is 5 to 64 KB, and its tensor maps .5 KB each
 MOST_SEEN = 1024  # keys of an operator that were seen once: each decoded token may bring a new one
 MOST_TRIES = 4  # recordings of a call whose kernels are not all compiled yet
 
@@ -130,12 +131,13 @@ class Plans:
             if why.passes and tries < MOST_TRIES:
                 return result
             plan = str(why)
-        _watch()
-        if version == _STATE.version:
-            if len(self.plans) >= MOST_PLANS:
-                self.plans.pop(next(iter(self.plans), None), None)
-            self.plans[key] = plan
-            self.seen.pop(key, None)
+        with _STORING:
+            _watch()
+            if version == _STATE.version:
+                if len(self.plans) >= MOST_PLANS:
+                    self.plans.pop(next(iter(self.plans)))
+                self.plans[key] = plan
+                self.seen.pop(key, None)
         return result
 
 
@@ -150,6 +152,7 @@ class _State:
 
 _ALL: list[Plans] = []
 _STATE = _State()
+_STORING = threading.RLock()  # of plans: autograd has threads of its own
 
 
 def _allowed() -> bool:
@@ -167,11 +170,14 @@ def _allowed() -> bool:
 
 
 def forget() -> None:
-    """Drop every plan: what is decided on besides a call's inputs has changed."""
-    _STATE.version += 1
-    for one in _ALL:
-        one.plans.clear()
-        one.seen.clear()
+    """Drop every plan: what is decided on besides a call's inputs has changed. For whoever changes
+    a table in place or an attribute of a class, which nothing here sees.
+    """
+    with _STORING:
+        _STATE.version += 1
+        for one in _ALL:
+            one.plans.clear()
+            one.seen.clear()
 
 
 class _Watched(ModuleType):
@@ -181,12 +187,21 @@ class _Watched(ModuleType):
         super().__setattr__(name, value)
         forget()
 
+    def __delattr__(self, name: str) -> None:
+        super().__delattr__(name)
+        forget()
+
 
 def _modules() -> list[ModuleType]:
     """Those that operators run, but for this one and `launch`, whose switches each call reads."""
-    names = [name for name in sys.modules if name.startswith(("nsa.ops", "nsa.routing"))]
-    names = [name for name in names if name not in (__name__, door.__name__)]
-    return [module for name in names if isinstance(module := sys.modules[name], ModuleType)]
+    found = [*sys.modules.items()]  # another thread may import
+    return [
+        module
+        for name, module in found
+        if name.startswith(("nsa.ops", "nsa.routing"))
+        and name not in (__name__, door.__name__)
+        and isinstance(module, ModuleType)
+    ]
 
 
 def _check_launchers() -> None:

@@ -17,7 +17,8 @@ from perfbench.machine import environment
 from perfbench.machine.doctor.findings import DoctorLine, Level
 from perfbench.machine.source import source_of
 
-_SLOW_SETTINGS = {"NSA_STRICT_ASSERTS": "1", "NSA_SEL_RANGES_V2": "0"}  # each costs every step time
+# each costs every step time
+_SLOW_SETTINGS = {"NSA_STRICT_ASSERTS": "1", "NSA_SEL_RANGES_V2": "0", "NSA_LAUNCH_PLANS": "0"}
 _BAD_FREE_BYTES, _WARN_FREE_BYTES = 100 * 2**20, 2 * 2**30
 _INSTALL = "pip install -c constraints.txt -e '.[perfbench]'"
 

@@ -238,6 +238,25 @@ def test_what_a_killed_export_left_is_removed(tmp_path: Path) -> None:
     assert sorted(one.name for one in tmp_path.iterdir()) == ["config.json", "model.safetensors"]
 
 
+class WithFolder:
+    def save(self, folder: Path) -> None:
+        (folder / "words").mkdir()
+        (folder / "words" / "all.txt").write_text("a b")
+
+
+class WithoutSave:
+    def save(self, folder: Path) -> None:
+        raise ValueError("no words")
+
+
+def test_a_tokenizer_may_write_folders_and_may_fail(tmp_path: Path) -> None:
+    save_pretrained(model_of(TinyLM, TINY), tmp_path / "a", WithFolder())
+    assert (tmp_path / "a" / "words" / "all.txt").read_text() == "a b"
+    with pytest.raises(ValueError, match="no words"):
+        save_pretrained(model_of(TinyLM, TINY), tmp_path / "b", WithoutSave())
+    assert not (tmp_path / "b").exists()
+
+
 def test_files_have_the_rights_that_the_umask_leaves(tmp_path: Path) -> None:
     before = os.umask(0o027)
     try:

@@ -80,6 +80,16 @@ def test_the_table_holds_each_step_once(tmp_path: Path) -> None:
     RunLog(tmp_path, 1, tensorboard=False).go_on_after(20)  # which has no table
 
 
+def test_a_table_that_holds_steps_twice_keeps_the_later_ones(tmp_path: Path) -> None:
+    """As runs wrote it that were resumed before tables were cut."""
+    log = RunLog(tmp_path, 0, tensorboard=False)
+    for step in (10, 20, 30, 20, 30, 40):
+        log.write(record(step=step))
+    log.go_on_after(20)
+    log.close()
+    assert steps_of_the_table(tmp_path) == [10, 20, 30, 20]
+
+
 def test_a_table_without_steps_after_the_checkpoint_stays(tmp_path: Path) -> None:
     log = RunLog(tmp_path, 0, tensorboard=False)
     log.go_on_after(20)  # of another run's folder
