@@ -55,6 +55,7 @@ def save_pretrained(
     folder = Path(folder)
     unfinished = folder / _UNFINISHED
     made: list[Path] = []
+    done = False
     try:
         made = [one for one in (folder, *folder.parents) if not one.exists()]
         folder.mkdir(parents=True, exist_ok=True)
@@ -65,18 +66,19 @@ def save_pretrained(
         for one in sorted(unfinished.iterdir()):
             os.replace(one, folder / one.name)
         unfinished.rmdir()
-    except BaseException as error:
-        shutil.rmtree(unfinished, ignore_errors=True)
-        for one in made:  # the innermost first
-            with suppress(OSError):
-                one.rmdir()
-        if not isinstance(error, OSError | SafetensorError):
-            raise
+        done = True
+    except (OSError, SafetensorError) as error:
         why = (isinstance(error, OSError) and error.strerror) or one_line(error)
         raise TrainError(
             TrainExit.USAGE,
             f"{folder} cannot be written: {why}; wanted a folder on a disk with room; give another",
         ) from error
+    finally:
+        if not done:
+            shutil.rmtree(unfinished, ignore_errors=True)
+            for one in made:  # the innermost first
+                with suppress(OSError):
+                    one.rmdir()
 
 
 def _write(model: TinyLM | DenseLM, folder: Path, tokenizer: SavesItself | None) -> None:
