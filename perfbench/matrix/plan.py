@@ -23,6 +23,7 @@ from perfbench.matrix.peers import why_skipped
 from perfbench.older_nsa import steps_off
 from perfbench.records import (
     BOUNDS,
+    CACHED,
     TRAINING,
     BranchLine,
     Cell,
@@ -45,6 +46,9 @@ BLOCK_S = {"cuda": 0.0, "cpu": 4.2}
 # On a GPU those of a forward are within its start; those of a training step compile kernels.
 PROOF_S = {"cuda": 20.0, "cpu": 0.5}
 COMPILE_S = 20.0  # of training steps on an H200; what a CPU takes was not measured
+# Once a run: the kernels of decode and of its proofs, which the first cells build side by side.
+# Four cells took 67 s in the first block of a fresh machine, and 5 to 7 in the next.
+DECODE_S = 25.0
 # A process, its CUDA context, 0.3 s of warm-up and 0.3 s of samples.
 SENTINEL_S = {"cuda": 2.5, "cpu": 1.5}
 # Of a user's own step: the harness plans nothing inside it.
@@ -208,7 +212,8 @@ def estimate_s(matrix: Matrix, cells: Sequence[Cell], capability: Capability) ->
     block_s = BLOCK_S[device] + len(cells) * cell_s + len(matrix.sentinels) * SENTINEL_S[device]
     compiled = sum(cell.compile == "on" for cell in cells)
     proved = sum(device == "cpu" or cell.workload in TRAINING for cell in cells)
-    return measure.processes * block_s + proved * PROOF_S[device] + compiled * COMPILE_S
+    built_s = DECODE_S if device == "cuda" and any(c.workload in CACHED for c in cells) else 0.0
+    return measure.processes * block_s + proved * PROOF_S[device] + compiled * COMPILE_S + built_s
 
 
 def _refusal(matrix: Matrix, refused: dict[str, list[str]]) -> str:
