@@ -23,7 +23,12 @@ chmod +x "$3/bin/pip" "$3/bin/nox"
 
 
 def ran(
-    tmp_path: Path, *, minutes: float, limit: str | None = None, nox: int = 0
+    tmp_path: Path,
+    *,
+    minutes: float,
+    limit: str | None = None,
+    nox: int = 0,
+    slowness: str | None = "1",
 ) -> subprocess.CompletedProcess[str]:
     """The script, to which ``minutes`` have passed when it ends, and whose nox exits with that."""
     home = tmp_path / "checkout"
@@ -38,6 +43,8 @@ def ran(
     (fakes / "python3").write_text(PYTHON3, encoding="utf-8")
     (fakes / "python3").chmod(0o755)
     environment = {"PATH": f"{fakes}:{os.environ['PATH']}", "FAKE_NOX": str(nox)}  # noqa: TID251
+    if slowness is not None:
+        environment["CI_SLOWNESS"] = slowness
     if limit is not None:
         environment["CI_LIMIT_MINUTES"] = limit
     bash = shutil.which("bash")
@@ -70,6 +77,18 @@ def test_more_than_forty_minutes_fail(tmp_path: Path, limit: str | None) -> None
 @pytest.mark.parametrize("minutes, code", [(2.5, 1), (1.4, 0)])
 def test_the_limit_is_a_setting(tmp_path: Path, minutes: float, code: int) -> None:
     assert ran(tmp_path, minutes=minutes, limit="1.5").returncode == code
+
+
+@pytest.mark.parametrize("minutes, code", [(59, 0), (61, 1)])
+def test_a_slower_machine_has_more_minutes(tmp_path: Path, minutes: float, code: int) -> None:
+    assert ran(tmp_path, minutes=minutes, slowness="1.5").returncode == code
+
+
+@pytest.mark.parametrize("minutes, code", [(39, 0), (81, 1)])
+def test_of_any_machine_between_one_and_two_limits(
+    tmp_path: Path, minutes: float, code: int
+) -> None:
+    assert ran(tmp_path, minutes=minutes, slowness=None).returncode == code
 
 
 def test_a_failure_keeps_its_exit_code_and_its_minutes(tmp_path: Path) -> None:
