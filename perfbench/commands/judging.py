@@ -85,11 +85,11 @@ def _named_as_own(outcome: Outcome, own: Collection[str]) -> Outcome:
     count = sum(cell_id in own for cell_id in compared)
     if not count:
         return outcome
-    said = (
+    warning = (
         f"compared with itself: the base of {count} of {len(compared)} cells is this very run, so"
         " their changes mean nothing"
     )
-    headline = f"{said}: {judgement.headline}"
+    headline = f"{warning}: {judgement.headline}"
     return replace(outcome, judgement=replace(judgement, headline=headline))
 
 

@@ -117,7 +117,7 @@ class CallRecorder(TorchFunctionMode):
         self._keep(result, (number, at + result.data_ptr() - args[0].data_ptr()))
 
     def launched(self, launch: door.Launched | None) -> None:
-        """What `launch` tells of each launch."""
+        """The next launch, as `launch` notes it; None where Triton launched it."""
         if launch is None:
             self.why = self.why or Refused("a launch went Triton's way", passes=True)
             return

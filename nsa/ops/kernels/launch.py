@@ -303,7 +303,7 @@ class Launched:
 
 
 class _Recorded(threading.local):
-    """Of this thread: what is told of its launches, None of one that went Triton's way."""
+    """Of this thread: ``note`` is called with each launch, with None where Triton launched it."""
 
     note: Callable[[Launched | None], None] | None = None
 

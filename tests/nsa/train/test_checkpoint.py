@@ -236,7 +236,9 @@ def test_another_to_load_is_named_by_the_option_of_the_command(store: Make) -> N
     saving = store()
     saving.save(4, state_of(4), {})
     saving.save(5, state_of(5), {})
-    whole, damaged = (saving.last_good().with_name(f"step-0000000{step}") for step in (4, 5))  # type: ignore[union-attr]
+    last = saving.last_good()
+    assert last is not None
+    whole, damaged = (last.with_name(f"step-0000000{step}") for step in (4, 5))
     (damaged / "extra-rank0.json").write_text("")
     sampling = store(option="--checkpoint")
     fails(lambda: sampling.load(state_of(0.0)), f"take step-00000004 with --checkpoint {whole}")
