@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import math
 import re
 
@@ -104,6 +105,17 @@ def test_held_out_is_another_stream_of_the_same_language(kind: str) -> None:
     assert len(found) == 4
     assert not {str(one) for one in found} & {str(one) for one in take(small.loader(), 100)}
     assert held_out.entropy_floor_nats == small.loader().entropy_floor_nats
+
+
+@pytest.mark.parametrize(
+    ("rows", "sha256"),
+    [(1, "514d1da66a8c472a"), (47, "3540774881bc5d87"), (48, "92cc0c34a3cb13a0")],
+)
+def test_few_rows_and_many_are_the_rows_of_older_checkpoints(rows: int, sha256: str) -> None:
+    """A run that resumes reads on: the digests are of bf69e932, which walked all rows at once."""
+    made = Language("synthetic", 3, held_out=False).ids(1, 2, rows, 129)
+    assert made.shape == (rows, 129) and made.dtype == np.int32
+    assert hashlib.sha256(made.tobytes()).hexdigest()[:16] == sha256
 
 
 def test_labels_follow_ids_by_the_chain() -> None:
