@@ -33,22 +33,40 @@ def exit_code(out: Path, rank: int) -> int:
     return int(json.loads((out / "heartbeat" / f"rank{rank}.exit").read_text())["code"])
 
 
+Ended = tuple[subprocess.CompletedProcess[str], Path]
+
+
+@pytest.fixture(scope="module")
+def hung_in_step(tmp_path_factory: pytest.TempPathFactory) -> Ended:
+    """Two tests read this job: how it ended, and what it had saved."""
+    out = tmp_path_factory.mktemp("hung") / "run"
+    return launched("hang in step", out), out
+
+
 @pytest.mark.parametrize(
     "fault, code, halted_by",
     [
         ("killed", 137, "died"),
         ("hang in load", TrainExit.STALLED, "stall"),
         ("hang in data", TrainExit.STALLED, "stall"),
-        ("hang in step", TrainExit.STALLED, "stall"),
         ("hang in save", TrainExit.STALLED, "stall"),
+        ("hang in step", TrainExit.STALLED, "stall"),  # last, next to the test that shares its job
     ],
 )
 def test_one_rank_ends_the_job(
-    fault: str, code: int, halted_by: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    fault: str,
+    code: int,
+    halted_by: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    request: pytest.FixtureRequest,
 ) -> None:
     """With stacks, and a checkpoint that one process takes up."""
-    out = tmp_path / "run"
-    done = launched(fault, out)
+    if fault == "hang in step":
+        done, out = request.getfixturevalue("hung_in_step")
+    else:
+        out = tmp_path / "run"
+        done = launched(fault, out)
     assert done.returncode != 0
     halt = json.loads((out / "halt.json").read_text())
     assert (halt["kind"], halt["rank"]) == (halted_by, 1), done.stderr[-3000:]
@@ -76,10 +94,11 @@ def resumes_alone(saved: Path, folder: Path, monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_what_two_ranks_saved_resumes_in_two_and_in_one(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    hung_in_step: Ended, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    out = tmp_path / "run"
-    assert launched("hang in step", out).returncode != 0
+    done, hung = hung_in_step
+    assert done.returncode != 0
+    out = shutil.copytree(hung, tmp_path / "run")  # the job's own folder stays as it ended
     saved = out / "checkpoints" / (out / "checkpoints" / "last-good").read_text().strip()
     assert saved.name == "step-00000003"
     copied = shutil.copytree(saved, tmp_path / "copied" / saved.name)  # the next run prunes its own
