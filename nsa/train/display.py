@@ -12,6 +12,7 @@ from collections import deque
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, TextIO
 
+from nsa.installing import pip_install
 from nsa.train.heartbeat import Beat, MachineClock
 from nsa.train.records import Phase
 
@@ -160,9 +161,7 @@ class LiveLine:
             from rich.console import Console
             from rich.live import Live
         except ImportError:
-            self._write(
-                "plain lines: the package rich is missing; pip install 'nsa-perfbench[train]'"
-            )
+            self._write(f"plain lines: the package rich is missing; {pip_install('train')}")
             return None
         console = Console(file=self._stream)
         return Live("", console=console, auto_refresh=False, redirect_stdout=False)

@@ -22,6 +22,7 @@ import torch
 
 from nsa import TinyLM, capability, settings
 from nsa.config import preset
+from nsa.installing import pip_install
 from nsa.train import cli, machine, run_folder
 from nsa.train import finished as finished_run
 from nsa.train.config import RunConfig, WatchdogConfig
@@ -437,7 +438,7 @@ runpy.run_module("nsa.train", run_name="__main__")
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == TrainExit.MISSING, done.stderr
     assert f"the package {name} is missing" in done.stderr
-    assert "pip install 'nsa-perfbench[train]'" in done.stderr and done.stderr.count("\n") == 1
+    assert f"; {pip_install('train')}" in done.stderr and done.stderr.count("\n") == 1
 
 
 def test_a_machine_that_does_not_answer_is_a_device_error(monkeypatch: pytest.MonkeyPatch) -> None:
