@@ -103,8 +103,14 @@ class LiveLine:
         """Write a line above the live one; never waits."""
         self._lines.append(text)
 
+    def drop(self) -> None:
+        """Draw the live line no more: the last word is another's."""
+        self._live = False
+
     def close(self) -> None:
-        """Draw the last state; gives up where the terminal takes nothing for CLOSE_S."""
+        """Draw the last state, unless it was dropped; gives up where the terminal takes nothing for
+        CLOSE_S.
+        """
         self._over.set()
         self._thread.join(CLOSE_S)
 
@@ -144,6 +150,9 @@ class LiveLine:
                 live.console.print(
                     self._lines.popleft(), markup=False, highlight=False, soft_wrap=True
                 )
+            if not self._live:
+                live.update("", refresh=True)
+                continue
             text, beat = self._text(), self._seen[0]
             width = min(BAR, live.console.width - len(text) - 2)
             if beat is not None and beat.steps > 0 and width >= LEAST_BAR:
