@@ -184,8 +184,8 @@ class Trainer:
         if world.is_first:
             if left_out := data["binary_files_left_out"]:
                 self.notify(
-                    f"data.paths: {left_out:,} binary file{'' if left_out == 1 else 's'} left out,"
-                    " which have a NUL in their first 8,000 bytes"
+                    f"data.paths: binary files left out: {left_out:,} (a NUL in the first 8,000"
+                    " bytes)"
                 )
             how = self.step.no_graph
             self.notify(

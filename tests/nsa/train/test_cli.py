@@ -288,7 +288,8 @@ def test_resume_errors(
     assert "is of another config (train.lr 0.003 -> 1e-05)" in error_of(capsys)
     assert cli.invoke([*command, "--set", "train.steps=900"]) == TrainExit.CHECKPOINT
     assert error_of(capsys).endswith(
-        "(train.steps 300 -> 900); wanted the same; drop --resume to begin anew, or begin with its"
+        "(train.steps 300 -> 900); wanted the same; give the same command with --resume, or drop"
+        " --resume to begin anew, or begin with its"
         f" weights in another folder: --set train.init_from={out} --out OTHER"
     )
     shutil.rmtree(folder)
