@@ -225,11 +225,13 @@ def _documents(
 
     corpus, rule, units = _split_of(data, split)
     if not units:
+        # One document is never held out.
+        more = "give a second" if corpus.num_documents == 1 else "make data.held_out_pct larger"
         raise corpora.data_error(
             f"the {split} split of {data.kind} is empty ({_counted(corpus.num_documents)},"
             f" data.held_out_pct={data.held_out_pct:g}); "
             + (
-                "make data.held_out_pct larger, give data.eval_paths, or set train.eval_every=0"
+                f"{more}, give data.eval_paths, or set train.eval_every=0"
                 if split == "held_out"
                 else "give more text, or make data.held_out_pct smaller"
             )
