@@ -45,6 +45,9 @@ MODEL_ALIASES: Mapping[str, str] = {
     "d_v": "v_head_dim",
 }
 
+# A founding value by today's field, and what it is here.
+NSA_VALUE_ALIASES: Mapping[tuple[str, str], str] = {("phi", "avg"): "mean"}
+
 
 def _positive(owner: str, **values: int) -> None:
     for name, value in values.items():
@@ -127,6 +130,16 @@ def _resolve_keys(
             )
         resolved[name] = value
     return resolved
+
+
+def _resolve_nsa(owner: str, data: Mapping[str, Any]) -> dict[str, Any]:
+    """Values of NSAConfig by field, of YAML keys and of the first implementation's names."""
+    known = [one.name for one in fields(NSAConfig)]
+    resolved = _resolve_keys(owner, data, known, NSA_ALIASES)
+    return {
+        name: NSA_VALUE_ALIASES.get((name, value), value) if isinstance(value, str) else value
+        for name, value in resolved.items()
+    }
 
 
 _Class = TypeVar("_Class", bound=type)
@@ -281,7 +294,7 @@ class NSAConfig:
         """Build from YAML keys, the paper's letters included; an unknown key is a ValueError with
         the nearest name.
         """
-        return cls(**_resolve_keys("nsa", data, [f.name for f in fields(cls)], NSA_ALIASES))
+        return cls(**_resolve_nsa("nsa", data))
 
 
 @_with_known_names(MODEL_ALIASES)
@@ -360,10 +373,7 @@ class ModelConfig:
                 raise ValueError(
                     f"model.nsa={resolved['nsa']!r} must be a mapping such as {{l: 32, d: 16}}"
                 )
-            nsa_keys = [f.name for f in fields(NSAConfig)]
-            resolved["nsa"] = replace(
-                base.nsa, **_resolve_keys("nsa", resolved["nsa"], nsa_keys, NSA_ALIASES)
-            )
+            resolved["nsa"] = replace(base.nsa, **_resolve_nsa("nsa", resolved["nsa"]))
         values = {name: getattr(base, name) for name in known} | resolved
         if resolved.get("layers") is not None:
             values["layers"] = _layers(resolved["layers"], values["nsa"], values["num_layers"])
@@ -417,8 +427,7 @@ def _layer(entry: object, nsa: NSAConfig) -> NSAConfig:
     if isinstance(entry, NSAConfig):
         return entry
     if isinstance(entry, Mapping):
-        known = [f.name for f in fields(NSAConfig)]
-        return replace(nsa, **_resolve_keys("layers", entry, known, NSA_ALIASES))
+        return replace(nsa, **_resolve_nsa("layers", entry))
     if entry not in ("nsa", "dense"):
         raise ValueError(
             f"model.layers has {entry!r}; wanted nsa, dense, or a mapping of what differs from"

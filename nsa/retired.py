@@ -13,9 +13,13 @@ _WORKSPACE = (
 )
 
 RETIRED: Mapping[str, str] = {
-    "NSA_DDP_BUCKET_MB": "DistributedDataParallel(model, bucket_cap_mb=...)",
+    "NSA_DDP_BUCKET_MB": (
+        "parallel.bucket_mb of `python -m nsa.train`; in a loop of your own"
+        " DistributedDataParallel(model, bucket_cap_mb=...)"
+    ),
     "NSA_DDP_COMPRESS": (
-        "DistributedDataParallel's register_comm_hook with torch's bf16_compress_hook, or no hook"
+        "parallel.compress, bf16 or off, of `python -m nsa.train`; in a loop of your own"
+        " DistributedDataParallel's register_comm_hook with torch's bf16_compress_hook, or no hook"
     ),
     "NSA_DEBUG_FA2": (
         "NSA_DEBUG_LOG=1, or `python -m nsa explain`: a Route says for each branch why FA-2 serves"

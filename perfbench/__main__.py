@@ -5,9 +5,8 @@ from __future__ import annotations
 import os
 import sys
 
+from nsa.installing import pip_install
 from perfbench.text import inert
-
-INSTALL = "pip install 'nsa-perfbench[perfbench]'"
 
 
 def main() -> int:
@@ -25,7 +24,7 @@ def main() -> int:
         if missing in ("nsa", "perfbench"):
             raise
         text = f"perfbench: the package {missing} is missing: got nsa alone, wanted the harness too"
-        print(inert(f"{text}. Next: {INSTALL}"), file=sys.stderr)
+        print(inert(f"{text}. Next: {pip_install('perfbench')}"), file=sys.stderr)
         return 2
     return run()
 

@@ -10,6 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from nsa.installing import pip_install
+
 NAME = "nsa"
 INPUT = "nsa_input"  # the keyword by which an attention hands on the states that its gates read
 
@@ -35,8 +37,7 @@ def register() -> None:
         from transformers import AttentionInterface, AttentionMaskInterface
     except ModuleNotFoundError as error:
         raise ImportError(
-            f"got no package {error.name}; wanted transformers; pip install"
-            " 'nsa-perfbench[huggingface]'"
+            f"got no package {error.name}; wanted transformers; {pip_install('huggingface')}"
         ) from error
     AttentionInterface.register(NAME, attend)
     AttentionMaskInterface.register(NAME, mask_of)

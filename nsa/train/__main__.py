@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import sys
 
+from nsa.installing import pip_install
+
 
 def main() -> int:
     """The command line; 10 with one line where a package that it needs is not installed."""
@@ -13,8 +15,8 @@ def main() -> int:
         if error.name != "typer":
             raise
         sys.stderr.write(
-            "nsa.train: the package typer is missing, which `python -m nsa.train` needs; pip"
-            " install 'nsa-perfbench[train]'\n"
+            "nsa.train: the package typer is missing, which `python -m nsa.train` needs;"
+            f" {pip_install('train')}\n"
         )
         return 10
     return cli.main()

@@ -12,6 +12,7 @@ from collections import deque
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, TextIO
 
+from nsa.installing import pip_install
 from nsa.train.heartbeat import Beat, MachineClock
 from nsa.train.records import Phase
 
@@ -102,8 +103,14 @@ class LiveLine:
         """Write a line above the live one; never waits."""
         self._lines.append(text)
 
+    def drop(self) -> None:
+        """Draw the live line no more: the last word is another's."""
+        self._live = False
+
     def close(self) -> None:
-        """Draw the last state; gives up where the terminal takes nothing for CLOSE_S."""
+        """Draw the last state, unless it was dropped; gives up where the terminal takes nothing for
+        CLOSE_S.
+        """
         self._over.set()
         self._thread.join(CLOSE_S)
 
@@ -143,6 +150,9 @@ class LiveLine:
                 live.console.print(
                     self._lines.popleft(), markup=False, highlight=False, soft_wrap=True
                 )
+            if not self._live:
+                live.update("", refresh=True)
+                continue
             text, beat = self._text(), self._seen[0]
             width = min(BAR, live.console.width - len(text) - 2)
             if beat is not None and beat.steps > 0 and width >= LEAST_BAR:
@@ -160,9 +170,7 @@ class LiveLine:
             from rich.console import Console
             from rich.live import Live
         except ImportError:
-            self._write(
-                "plain lines: the package rich is missing; pip install 'nsa-perfbench[train]'"
-            )
+            self._write(f"plain lines: the package rich is missing; {pip_install('train')}")
             return None
         console = Console(file=self._stream)
         return Live("", console=console, auto_refresh=False, redirect_stdout=False)

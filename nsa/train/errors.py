@@ -21,6 +21,17 @@ class TrainExit(IntEnum):
     INTERRUPTED = 130
 
 
+# With these a trainer ends by itself, and has printed its one line: what was got and what to do.
+EXPLAINED = (
+    TrainExit.USAGE,
+    TrainExit.DATA,
+    TrainExit.CHECKPOINT,
+    TrainExit.DEVICE,
+    TrainExit.MEMORY,
+    TrainExit.MISSING,
+)
+
+
 class TrainError(Exception):
     """One line: what was got, what was wanted, what to do next."""
 

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from nsa.config import ModelConfig
+from nsa.installing import pip_install
 from nsa.model import DenseLM, TinyLM
 from nsa.train.errors import TrainError, TrainExit
 from nsa.train.manifest import one_line, write_text
@@ -128,8 +129,7 @@ def _package() -> Any:
     except ModuleNotFoundError as error:
         raise TrainError(
             TrainExit.MISSING,
-            "the package safetensors is missing, which the export needs; pip install"
-            " 'nsa-perfbench[train]'",
+            f"the package safetensors is missing, which the export needs; {pip_install('train')}",
         ) from error
     return safetensors.torch
 

@@ -82,7 +82,7 @@ def _check_same(out: Path, config: RunConfig) -> None:
     raise TrainError(
         TrainExit.CHECKPOINT,
         f"the run in {out} is of another config ({', '.join(changed[:3])}{more}); wanted the same;"
-        f" drop --resume to begin anew{longer}",
+        f" give the same command with --resume, or drop --resume to begin anew{longer}",
     )
 
 

@@ -18,6 +18,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from nsa.installing import pip_install
 from nsa.train.errors import TrainError, TrainExit
 from nsa.train.records import StepRecord
 
@@ -266,7 +267,7 @@ def _summary_writer() -> type[SummaryWriter]:
     except ImportError as error:
         raise TrainError(
             TrainExit.MISSING,
-            f"the package tensorboard is missing ({error}), which log.tensorboard=true needs; pip"
-            " install 'nsa-perfbench[train-all]'",
+            f"the package tensorboard is missing ({error}), which log.tensorboard=true needs;"
+            f" {pip_install('train-all')}",
         ) from error
     return SummaryWriter

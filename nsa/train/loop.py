@@ -164,6 +164,7 @@ class Trainer:
         if self._resume is not None:
             self._restore()
             self._log.go_on_after(self.step_count)
+        data = self.loader.describe()
         route = self.route()
         loose = [f"{b.branch}.{b.kernel}" for b in route.branches if not b.repeatable]
         self._log.event(
@@ -177,10 +178,15 @@ class Trainer:
             not_repeatable=loose,
             cuda_graph="on" if not self.step.no_graph else f"off: {self.step.no_graph}",
             tokenizer_sha256=self.tokenizer.sha256,
-            data=self.loader.describe(),
+            data=data,
             entropy_floor_nats=self.loader.entropy_floor_nats,
         )
         if world.is_first:
+            if left_out := data["binary_files_left_out"]:
+                self.notify(
+                    f"data.paths: binary files left out: {left_out:,} (a NUL in the first 8,000"
+                    " bytes)"
+                )
             how = self.step.no_graph
             self.notify(
                 f"each step is a CUDA graph's replay, from step {self.step_count + 4} on"

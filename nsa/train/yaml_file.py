@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn, get_type_hints
 
 from nsa.config import MODEL_ALIASES, NSA_ALIASES, nearest_name
+from nsa.installing import pip_install
 from nsa.train.config import FOUNDING_NAMES, RunConfig
 from nsa.train.errors import TrainError, TrainExit
 
@@ -234,8 +235,7 @@ def _compose(text: str, at: Callable[[int], str], prefix: str) -> Node | None:
     except ModuleNotFoundError:
         raise TrainError(
             TrainExit.MISSING,
-            "the package ruamel.yaml is missing, which a config needs; pip install"
-            " 'nsa-perfbench[train]'",
+            f"the package ruamel.yaml is missing, which a config needs; {pip_install('train')}",
         ) from None
     if re.search(r"^%", text, re.MULTILINE):
         line = next(i for i, one in enumerate(text.split("\n")) if one.startswith("%"))

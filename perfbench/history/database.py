@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, Self
 from urllib.parse import unquote
 
+from nsa.installing import pip_install
 from perfbench.errors import Exit, PerfbenchError
 from perfbench.text import shown_address
 
@@ -36,8 +37,7 @@ try:
 except ImportError as error:
     raise PerfbenchError(
         Exit.USAGE,
-        f"A history needs SQLAlchemy and alembic ({error}). Next: pip install"
-        " 'nsa-perfbench[history]'",
+        f"A history needs SQLAlchemy and alembic ({error}). Next: {pip_install('history')}",
     ) from error
 
 VERSIONS = Table("perfbench_history", MetaData(), Column("version_num", Text))
@@ -295,7 +295,7 @@ def _engine(url: URL, name: str) -> Engine:
     except ImportError as error:
         raise PerfbenchError(
             Exit.USAGE,
-            f"{name} needs psycopg ({error}). Next: pip install 'nsa-perfbench[postgres]'",
+            f"{name} needs psycopg ({error}). Next: {pip_install('postgres')}",
         ) from error
 
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from perfbench.__main__ import INSTALL
+from nsa.installing import pip_install
 
 if TYPE_CHECKING:
     from perfbench.commands import RunResult
@@ -44,7 +44,10 @@ def _green(command: str, matrix: str, options: dict[str, Any]) -> RunResult:
     try:
         from perfbench.commands import check_here, run_here
     except ModuleNotFoundError as error:
-        pytest.fail(f"the harness is not installed: {error}. Next: {INSTALL}", pytrace=False)
+        pytest.fail(
+            f"the harness is not installed: {error}. Next: {pip_install('perfbench')}",
+            pytrace=False,
+        )
     result = (check_here if command == "check" else run_here)(matrix, **options)
     if result.folder is None:
         # The matrix itself asks to skip other machines. A pass would claim a measurement, a failure

@@ -8,9 +8,11 @@ from pathlib import Path
 import pytest
 from ruamel.yaml import YAML
 
+from nsa.config import MODEL_ALIASES, NSA_ALIASES, NSA_VALUE_ALIASES
+from nsa.train.config import FOUNDING_NAMES, RunConfig
 from perfbench.errors import Exit
 from perfbench.records import EXIT_OF, Verdict
-from tests.docs.blocks import PAGES, ROOT, Block, blocks_of, spans_of
+from tests.docs.blocks import PAGES, ROOT, SHELL, Block, blocks_of, spans_of
 from tests.docs.test_commands import apps, run, sandbox
 from tools import build_site
 
@@ -160,3 +162,53 @@ def test_site_holds_what_pages_link_to(tmp_path: Path) -> None:
         "reports/r.md",
         "reports/deep/run.jsonl",
     }
+
+
+def test_the_training_page_lists_every_founding_name() -> None:
+    """Its table has old names left and today's right, in the same order."""
+    text = text_of(DOCS / "train.md")
+    table = text[text.index("| the first implementation's | here |") :].partition("\n\n")[0]
+    listed: dict[str, str] = {}
+    for row in table.splitlines()[2:]:
+        old, new = (re.findall(r"`([^`]+)`", cell) for cell in row.strip("|").split("|"))
+        listed |= dict(zip(old, new, strict=True))
+    assert listed == {
+        **FOUNDING_NAMES,
+        **{f"model.{old}": f"model.{new}" for old, new in MODEL_ALIASES.items()},
+        **{f"model.nsa.{old}": f"model.nsa.{new}" for old, new in NSA_ALIASES.items()},
+        **{f"{key}: {old}": f"{key}: {new}" for (key, old), new in NSA_VALUE_ALIASES.items()},
+    }
+
+
+def test_the_training_page_says_what_the_hash_leaves_out() -> None:
+    """Every key that RunConfig.identity drops, by name, section or `section.prefix_*`."""
+    (row,) = [
+        one for one in text_of(DOCS / "train.md").splitlines() if one.startswith("| `config.json`")
+    ]
+    named = re.findall(r"`([^`]+)`", row.partition(": not ")[2].partition(";")[0])
+    whole, kept = RunConfig().to_mapping(), RunConfig().identity()
+    for section, values in whole.items():
+        keys = values if isinstance(values, dict) else {"": values}
+        dropped = [key for key in keys if section not in kept or key not in kept[section]]
+        if section not in kept or section == "parallel":
+            assert section in named
+            continue
+        for key in dropped:
+            if (section, key) in {("data", "pairs"), ("train", "init_from")}:
+                continue  # as long as nobody sets them
+            names = {f"{section}.{key}", f"{section}.{key.partition('_')[0]}_*"}
+            assert names & {*named}, f"{section}.{key}"
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_lists_stand_in_quotes(page: Path) -> None:
+    """zsh takes a bare `[a]` for a pattern that matches no file."""
+    commands = [
+        command
+        for block in blocks_of(page)
+        if block.language in SHELL
+        for command in block.commands
+    ]
+    commands += [span for _, span in spans_of(page) if span.startswith("--set")]
+    bare = [one for one in commands if re.search(r"(?<![\"'\w.])[\w.]+=\[", one)]
+    assert not [one for one in bare if "--set" in one]

@@ -176,6 +176,18 @@ def test_paper_letters_and_prototype_names() -> None:
     assert model.nsa.window == 7
 
 
+def test_phi_avg_is_the_prototypes_name_of_mean() -> None:
+    assert NSAConfig.from_mapping({"phi": "avg"}) == NSAConfig(phi="mean")
+    mapping = {"nsa": {"phi": "avg"}, "layers": ["nsa", {"phi": "linear"}, {"phi": "avg"}]}
+    model = ModelConfig.from_mapping({**mapping, "num_layers": 3})
+    assert model.nsa.phi == "mean" and model.layers is not None
+    assert [one.phi for one in model.layers] == ["mean", "linear", "mean"]
+    with pytest.raises(ValueError, match="NSAConfig.phi='average' is not known"):
+        NSAConfig.from_mapping({"phi": "average"})
+    with pytest.raises(ValueError, match=r"NSAConfig.phi=\['avg'\] is not known"):
+        NSAConfig.from_mapping({"phi": ["avg"]})
+
+
 def test_a_preset_is_a_base_that_keys_override() -> None:
     model = ModelConfig.from_mapping({"preset": "tiny", "num_layers": 5, "nsa": {"window": 9}})
     assert model.num_layers == 5 and model.dim == PRESETS["tiny"].dim

@@ -18,6 +18,7 @@ from nsa.config import NSAConfig
 from nsa.retired import RETIRED
 from nsa.routing import PATH_REQUESTS, Capability, Path, Problem, Request, RouteError, route
 from nsa.settings import MEANINGS, Settings, load
+from nsa.train.config import ParallelConfig
 from tests.forked import TorchProcess
 
 ROOT = File(__file__).parents[2]
@@ -95,6 +96,9 @@ def test_what_replaces_a_retired_name_exists() -> None:
     variables, paths = re.findall(r"NSA_[A-Z0-9_]+", text), re.findall(r"path='([a-z0-9]+)'", text)
     assert variables and set(variables) <= set(MEANINGS)
     assert paths and set(paths) <= set(PATH_REQUESTS)
+    keys = re.findall(r"parallel\.(\w+).*?`python -m nsa\.train`", text)
+    assert keys == ["bucket_mb", "compress"]
+    ParallelConfig(**{key: {"bucket_mb": 1, "compress": "bf16"}[key] for key in keys})
     (option,) = re.findall(r"NSAConfig\(([a-z_]+)='([a-z0-9]+)'\)", text)
     assert getattr(NSAConfig(**{option[0]: option[1]}), option[0]) == option[1]
 

@@ -10,6 +10,7 @@ import pandas
 import pytest
 import scipy.stats
 
+from nsa.installing import pip_install
 from tests.perfbench.ab_bench import MATRIX, Bench
 
 pytest_plugins = ["pytester"]
@@ -112,4 +113,4 @@ def test_without_the_extra_only_its_users_fail(tmp_path: Path) -> None:
     (tmp_path / "test_it.py").write_text(TESTS + "\ndef test_mine(): ...\n", encoding="utf-8")
     done = alone(tmp_path)
     assert "3 failed, 1 passed" in done.stdout
-    assert "Next: pip install 'nsa-perfbench[perfbench]'" in done.stdout
+    assert f"Next: {pip_install('perfbench')}" in done.stdout

@@ -53,6 +53,11 @@ class Corpus(Protocol):
         """Of text, at most; None where that takes reading all of it."""
         ...
 
+    @property
+    def num_binary(self) -> int:
+        """Binary files of folders and globs that are no part of it."""
+        ...
+
     def names(self, unit: int) -> Iterable[str] | None:
         """Of the unit's documents; None where that takes reading them."""
         ...

@@ -25,11 +25,13 @@ class FineWebEdu:
 
     num_documents: int | None = None
     num_bytes: int | None = None
+    num_binary = 0
 
     def __init__(self, patterns: Sequence[str], option: str) -> None:
         datasets = need("datasets", WHAT)
         need("pyarrow", WHAT)
-        files = list_files(patterns, option=option, suffixes=(".parquet",)) if patterns else []
+        suffixes = (".parquet",)
+        files = list_files(patterns, option=option, suffixes=suffixes).files if patterns else []
         self._source = ", ".join(patterns) if patterns else f"{HUB_NAME} ({HUB_CONFIG})"
         stream = self._opened(datasets, [str(one.path) for one in files])
         columns = list(stream.column_names or COLUMNS)

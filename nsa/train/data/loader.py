@@ -57,8 +57,8 @@ class Loader:
         return self._plan.entropy_floor_nats
 
     def describe(self) -> dict[str, Any]:
-        """For the log: kind, split, documents and bytes of the corpus (None: not counted), shards,
-        and sha256 of its listing.
+        """For the log: kind, split, documents and bytes of the corpus (None: not counted), binary
+        files that were left out, shards, and sha256 of its listing.
         """
         return dict(self._plan.description)
 

@@ -187,6 +187,7 @@ def _generated(
         "split": split,
         "documents": None,
         "bytes": None,
+        "binary_files_left_out": 0,
         "shards": recipe.num_shards,
         "sha256": listing_sha256([data.kind, data.seed, *([data.pairs] if data.pairs else [])]),
     }
@@ -224,11 +225,13 @@ def _documents(
 
     corpus, rule, units = _split_of(data, split)
     if not units:
+        # One document is never held out.
+        more = "give a second" if corpus.num_documents == 1 else "make data.held_out_pct larger"
         raise corpora.data_error(
-            f"the {split} split of {data.kind} is empty ({corpus.num_documents} documents,"
+            f"the {split} split of {data.kind} is empty ({_counted(corpus.num_documents)},"
             f" data.held_out_pct={data.held_out_pct:g}); "
             + (
-                "make data.held_out_pct larger, give data.eval_paths, or set train.eval_every=0"
+                f"{more}, give data.eval_paths, or set train.eval_every=0"
                 if split == "held_out"
                 else "give more text, or make data.held_out_pct smaller"
             )
@@ -259,10 +262,17 @@ def _documents(
         "split": split,
         "documents": corpus.num_documents,
         "bytes": corpus.num_bytes,
+        "binary_files_left_out": corpus.num_binary,
         "shards": num_shards,
         "sha256": corpus.sha256,
     }
     return recipe, description
+
+
+def _counted(documents: int | None) -> str:
+    if documents is None:
+        return "documents not counted"
+    return f"{documents:,} document{'' if documents == 1 else 's'}"
 
 
 def _check_length(corpus: Corpus, length: int) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 from typing import Any
 
+from nsa.installing import pip_install
 from nsa.train.errors import TrainError, TrainExit
 
 ONLY_IN_ALL = ("datasets", "tiktoken")  # of the extras in pyproject.toml
@@ -21,6 +22,5 @@ def need(module: str, what: str) -> Any:
         extra = "train-all" if package in ONLY_IN_ALL else "train"
         raise TrainError(
             TrainExit.MISSING,
-            f"the package {package} is missing, which {what} needs; pip install"
-            f" 'nsa-perfbench[{extra}]'",
+            f"the package {package} is missing, which {what} needs; {pip_install(extra)}",
         ) from error

@@ -19,9 +19,11 @@ SUFFIXES = (".parquet", ".pq")
 class ParquetRows:
     """A unit is a row group; a part of one where the files have fewer than 128 groups."""
 
+    num_binary = 0
+
     def __init__(self, patterns: Sequence[str], column: str, option: str) -> None:
         self.column = column
-        files = list_files(patterns, option=option, suffixes=SUFFIXES)
+        files = list_files(patterns, option=option, suffixes=SUFFIXES).files
         self.sha256 = listing_sha256((one.name, one.size) for one in files)
         self._paths = [(one.path, one.name) for one in files]
         groups: list[tuple[int, int, int, int, int]] = []

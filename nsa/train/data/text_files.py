@@ -8,7 +8,7 @@ from itertools import accumulate
 from typing import BinaryIO
 
 from nsa.train.data.corpora import TextDocument, data_error, listing_sha256
-from nsa.train.data.paths import ListedFile, list_files
+from nsa.train.data.paths import ListedFile, Listing, list_files
 
 # A hundred pieces of a corpus keep 64 shards busy; 1 MiB is 0.3 s of a BPE.
 PIECES = 128
@@ -24,8 +24,9 @@ class TextFiles:
     together they are the file, byte for byte.
     """
 
-    def __init__(self, files: Sequence[ListedFile]) -> None:
-        self.files = files
+    def __init__(self, listing: Listing) -> None:
+        self.files: Sequence[ListedFile] = listing.files
+        files, self.num_binary = listing.files, len(listing.binary)
         self.num_bytes: int | None = sum(one.size for one in files)
         limit = min(max(self.num_bytes // PIECES, MIN_PIECE_BYTES), MAX_PIECE_BYTES)
         self._pieces = [-(-one.size // limit) for one in files]

@@ -22,7 +22,7 @@ from types import FrameType
 from nsa.train import stacks
 from nsa.train.config import WatchdogConfig
 from nsa.train.display import LiveLine
-from nsa.train.errors import TrainExit
+from nsa.train.errors import EXPLAINED, TrainExit
 from nsa.train.heartbeat import MachineClock
 from nsa.train.log import utc_now
 from nsa.train.records import Phase
@@ -277,7 +277,10 @@ class _Watch:
         what = f"{self.child.ending(status)} {where}"
         if status == 0:
             what += f"; wanted phase done; read log/rank{self.rank}.jsonl"
-        self._say(what)
+        if status in EXPLAINED and self._is_alone():
+            self.line.drop()
+        else:  # of several ranks it names the one whose line it is
+            self._say(what)
         if self._is_of_another(what):
             return TrainExit.PEER
         if status == 0:
@@ -286,7 +289,7 @@ class _Watch:
 
     def _is_of_another(self, what: str) -> bool:
         """Whether another rank's end came before this trainer's: halt.json is the first one's."""
-        if self.signals or self.seen.beat is None or self.seen.beat.world_size == 1:
+        if self.signals or self._is_alone():
             return False
         phase = self.seen.phase.name.lower()
         own = Halt(
@@ -296,6 +299,10 @@ class _Watch:
             return False
         first = files.read_halt(self.out) if self._counts(files.halt_path(self.out)) else None
         return first is not None and first.rank != self.rank
+
+    def _is_alone(self) -> bool:
+        """Whether no other rank is known of."""
+        return self.seen.beat is None or self.seen.beat.world_size == 1
 
     def _publish(self, halt: Halt) -> bool:
         """Whether ``halt`` is the one that holds; it does where the disk takes none."""

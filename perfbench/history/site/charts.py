@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from nsa.installing import pip_install
 from perfbench.errors import Exit, PerfbenchError
 from perfbench.history.nouns import ChangePoint, Series, Triage, TriageKind
 from perfbench.history.site import chart_data
@@ -406,7 +407,7 @@ def chart_png(
         import vl_convert
     except ImportError:
         raise PerfbenchError(
-            Exit.USAGE, "a chart needs vl-convert. Next: pip install 'nsa-perfbench[history]'"
+            Exit.USAGE, f"a chart needs vl-convert. Next: {pip_install('history')}"
         ) from None
     spec = whole_spec(series, changes, decisions, axis=axis, baseline=baseline, width=width)
     made: bytes = vl_convert.vegalite_to_png(spec, scale=2)

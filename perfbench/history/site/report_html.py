@@ -9,6 +9,7 @@ from functools import lru_cache
 from typing import Any
 from urllib.parse import urlsplit
 
+from nsa.installing import pip_install
 from perfbench.errors import Exit, PerfbenchError
 
 _OPEN = re.compile(r"^<details><summary>(.*)</summary>\s*$")
@@ -57,7 +58,7 @@ def _renderer() -> Any:
     except ImportError:
         raise PerfbenchError(
             Exit.USAGE,
-            "the page needs markdown-it-py. Next: pip install 'nsa-perfbench[history]'",
+            f"the page needs markdown-it-py. Next: {pip_install('history')}",
         ) from None
     made = MarkdownIt("commonmark", {"html": False}).enable("table")
     made.core.ruler.push("inert", _make_inert)

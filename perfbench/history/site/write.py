@@ -12,6 +12,7 @@ from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from nsa.installing import pip_install
 from perfbench.errors import Exit, PerfbenchError, unwritable
 from perfbench.history.interval import half_width_pct
 from perfbench.history.next_command import COMMIT_CHARS
@@ -443,7 +444,7 @@ def _templates() -> jinja2.Environment:
         import markupsafe
     except ImportError:
         raise PerfbenchError(
-            Exit.USAGE, "the page needs jinja2. Next: pip install 'nsa-perfbench[history]'"
+            Exit.USAGE, f"the page needs jinja2. Next: {pip_install('history')}"
         ) from None
     made = jinja2.Environment(
         loader=jinja2.PackageLoader("perfbench.history.site", "pages"),
@@ -470,7 +471,7 @@ def _vega() -> str:
         import vl_convert
     except ImportError:
         raise PerfbenchError(
-            Exit.USAGE, "the page needs vl-convert. Next: pip install 'nsa-perfbench[history]'"
+            Exit.USAGE, f"the page needs vl-convert. Next: {pip_install('history')}"
         ) from None
     bundle: str = vl_convert.javascript_bundle("window.vegaEmbed = vegaEmbed;")
     return bundle

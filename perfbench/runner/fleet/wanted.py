@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from nsa.installing import pip_install
 from perfbench.errors import Exit, PerfbenchError
 
 
@@ -28,5 +29,5 @@ def missing_package(name: str, extra: str, error: ImportError) -> PerfbenchError
     """USAGE, with the command that installs it."""
     return PerfbenchError(
         Exit.USAGE,
-        f"--executor {extra} needs {name} ({error}). Next: pip install 'nsa-perfbench[{extra}]'",
+        f"--executor {extra} needs {name} ({error}). Next: {pip_install(extra)}",
     )

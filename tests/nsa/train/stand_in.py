@@ -27,6 +27,7 @@ from nsa.train.records import Phase, StepRecord
 from nsa.train.watchdog import begin_alone, die_with_parent, heartbeat_path, read_halt
 
 GIB = 2**30
+EXPLAINED = "nsa.train: out of memory in step 3; wanted less; lower train.batch"
 HEALTHY: dict[str, Any] = {
     "time_utc": "2026-01-01T00:00:00.000+00:00",
     "rank": 0,
@@ -65,7 +66,8 @@ def record(**values: Any) -> StepRecord:
 class Order:
     """What the stand-in does. ``hang_in`` a phase, at step ``at``, ``how``: sleep, gil (a C call
     that holds the GIL), pattern (re backtracks), stop (SIGSTOP). ``wrong``: what its reports show
-    from step ``at``. ``end``: done, early (0 without DONE), raise, or the name of a signal.
+    from step ``at``. ``end``: done, early (0 without DONE), explained (its one line and exit code),
+    crash (a traceback), or the name of a signal.
     """
 
     rank: int = 0
@@ -202,8 +204,11 @@ def main(out: Path, order: Order) -> int:
             return TrainExit.UNHEALTHY
         if step >= order.at and order.end == "early":
             return 0
-        if step >= order.at and order.end == "raise":
+        if step >= order.at and order.end == "explained":
+            sys.stderr.write(f"{EXPLAINED}\n")
             return TrainExit.MEMORY
+        if step >= order.at and order.end == "crash":
+            raise ZeroDivisionError
         if step >= order.at and order.end.startswith("SIG"):
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
             os.kill(os.getpid(), signal.Signals[order.end])

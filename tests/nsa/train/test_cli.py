@@ -22,6 +22,7 @@ import torch
 
 from nsa import TinyLM, capability, settings
 from nsa.config import preset
+from nsa.installing import pip_install
 from nsa.train import cli, machine, run_folder
 from nsa.train import finished as finished_run
 from nsa.train.config import RunConfig, WatchdogConfig
@@ -287,7 +288,8 @@ def test_resume_errors(
     assert "is of another config (train.lr 0.003 -> 1e-05)" in error_of(capsys)
     assert cli.invoke([*command, "--set", "train.steps=900"]) == TrainExit.CHECKPOINT
     assert error_of(capsys).endswith(
-        "(train.steps 300 -> 900); wanted the same; drop --resume to begin anew, or begin with its"
+        "(train.steps 300 -> 900); wanted the same; give the same command with --resume, or drop"
+        " --resume to begin anew, or begin with its"
         f" weights in another folder: --set train.init_from={out} --out OTHER"
     )
     shutil.rmtree(folder)
@@ -437,7 +439,7 @@ runpy.run_module("nsa.train", run_name="__main__")
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == TrainExit.MISSING, done.stderr
     assert f"the package {name} is missing" in done.stderr
-    assert "pip install 'nsa-perfbench[train]'" in done.stderr and done.stderr.count("\n") == 1
+    assert f"; {pip_install('train')}" in done.stderr and done.stderr.count("\n") == 1
 
 
 def test_a_machine_that_does_not_answer_is_a_device_error(monkeypatch: pytest.MonkeyPatch) -> None:

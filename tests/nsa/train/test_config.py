@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from nsa.train.config import FOUNDING_NAMES, RunConfig, WatchdogConfig
+from nsa.train.yaml_file import read_config
+
+ROOT = Path(__file__).parents[3]
 
 
 def test_what_is_written_is_read_back() -> None:
@@ -75,6 +79,21 @@ def test_what_cannot_be_is_refused(mapping: dict[str, Any], message: str) -> Non
     with pytest.raises(ValueError) as caught:
         RunConfig.from_mapping(mapping)
     assert message in str(caught.value)
+
+
+def shipped(name: str) -> RunConfig:
+    return read_config(str(ROOT / f"configs/{name}.yaml"), [])
+
+
+def test_runs_that_the_pages_begin_can_be_resumed() -> None:
+    """A checkpoint within a minute on shared cores; a leg of 1,500 steps at 500, as its report."""
+    assert shipped("text-cpu").checkpoint.every == 25
+    assert shipped("learning-h200").checkpoint.every == 500
+
+
+def test_the_first_text_is_this_projects_own() -> None:
+    data = shipped("text-cpu").data
+    assert all(any(ROOT.glob(path)) for path in data.paths)
 
 
 def test_empty_section_beside_a_founding_name() -> None:

@@ -104,6 +104,35 @@ def test_the_last_state_is_written_however_short_the_run(beat: Beat) -> None:
     assert stream.getvalue().startswith("step 12,000/12,000") and stream.getvalue().count("\n") == 1
 
 
+def test_a_line_that_is_dropped_leaves_the_last_word_to_another(beat: Beat) -> None:
+    stream = io.StringIO()
+    line = LiveLine(live=True, every_s=3600.0, stream=stream)
+    line.show(beat, 0.0)
+    line.line("nsa.train: no memory")
+    line.drop()
+    line.close()
+    assert stream.getvalue() == "nsa.train: no memory\n"
+
+
+def test_on_a_terminal_a_dropped_line_is_wiped(beat: Beat) -> None:
+    shown, terminal = pty.openpty()
+    got: list[str] = []
+    thread = threading.Thread(target=lambda: got.append(read_all(shown)))
+    thread.start()
+    with os.fdopen(terminal, "w") as stream:
+        line = LiveLine(live=True, stream=stream)
+        line.show(beat, 0.0)
+        time.sleep(0.6)
+        line.drop()
+        line.close()
+    thread.join()
+    os.close(shown)
+    text = re.sub(r"\x1b\[[0-9;]*m", "", got[0])  # without colours
+    before, wiped, after = text.rpartition("\x1b[2K")
+    assert "step 3,000/12,000" in before and wiped
+    assert "step" not in after
+
+
 def test_other_ranks_write_only_what_happened(beat: Beat) -> None:
     stream = io.StringIO()
     line = LiveLine(live=False, every_s=0.01, stream=stream)

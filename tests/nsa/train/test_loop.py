@@ -81,6 +81,19 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> tuple[Trainer, Path, list[s
     return trained(config_of(), out, notify=notes.append), out, notes
 
 
+def test_binary_files_that_were_left_out_are_named_in_a_line(tmp_path: Path) -> None:
+    texts, notes = tmp_path / "texts", []
+    texts.mkdir()
+    (texts / "text.txt").write_text("a line of text\n" * 100)
+    (texts / "picture.png").write_bytes(b"\x89PNG\r\n\x1a\n\0\0\0\rIHDR")
+    data = {"kind": "text", "paths": [str(texts)]}
+    config = config_of(data=data, train={"steps": 1, "eval_every": 0}, log={"probe_every": 0})
+    trained(config, tmp_path / "run", notify=notes.append)
+    assert "data.paths: binary files left out: 1 (a NUL in the first 8,000 bytes)" in notes
+    (start,) = (one for one in log_of(tmp_path / "run") if one["kind"] == "start")
+    assert start["data"]["binary_files_left_out"] == 1
+
+
 def test_a_line_every_two_steps(run: tuple[Trainer, Path, list[str]]) -> None:
     trainer, out, _ = run
     lines = steps_of(log_of(out))

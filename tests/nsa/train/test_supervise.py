@@ -30,6 +30,7 @@ from nsa.train.records import Phase
 from nsa.train.watchdog import Halt, heartbeat_path, read_halt, write_halt
 from nsa.train.watchdog.child import oom_kills
 from nsa.train.watchdog.halt import begin, exit_path, is_younger, read_exit, write_exit
+from tests.nsa.train.stand_in import EXPLAINED
 from tests.nsa.train.supervised import (
     PHASES,
     ROOT,
@@ -213,9 +214,34 @@ def test_exit_0_before_done_is_a_failure(tmp_path: Path, capfd: pytest.CaptureFi
 
 
 def test_a_trainers_own_exit_code_is_kept(tmp_path: Path) -> None:
-    assert run(tmp_path, end="raise") == TrainExit.MEMORY
+    assert run(tmp_path, end="explained") == TrainExit.MEMORY
     assert read_exit(tmp_path, 0) == TrainExit.MEMORY
     assert read_halt(tmp_path) is None
+
+
+def test_what_the_trainer_has_explained_stays_one_line(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    assert run(tmp_path, end="explained") == TrainExit.MEMORY
+    shown = capfd.readouterr()
+    assert (shown.out, shown.err) == ("", f"{EXPLAINED}\n")
+
+
+def test_what_the_trainer_has_not_explained_is_named(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    assert run(tmp_path, end="crash") == 1
+    shown = capfd.readouterr()
+    named = "nsa.train rank 0: the trainer ended with exit code 1 in phase step at step 3\n"
+    assert shown.out.startswith(named) and "ZeroDivisionError" in shown.err
+
+
+def test_of_several_ranks_the_one_that_ended_is_named(tmp_path: Path) -> None:
+    process = start(tmp_path, rank=1, world_size=2, end="explained")
+    text, _ = process.communicate()
+    assert process.returncode == TrainExit.MEMORY
+    assert EXPLAINED in text
+    assert "nsa.train rank 1: the trainer ended with exit code 6 in phase step at step 3" in text
 
 
 @pytest.mark.parametrize("name", ["SIGKILL", "SIGSEGV", "SIGTERM", "SIGABRT"])

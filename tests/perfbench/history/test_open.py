@@ -14,6 +14,7 @@ from alembic.autogenerate import compare_metadata
 from alembic.migration import MigrationContext
 from sqlalchemy import text
 
+from nsa.installing import pip_install
 from perfbench.errors import Exit, PerfbenchError
 from perfbench.history import database, reading, tables, writing
 from perfbench.history.database import Database, upgrade
@@ -103,7 +104,7 @@ def test_a_server_that_does_not_answer() -> None:
 def test_a_driver_that_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "psycopg", None)
     line = refusal("postgresql://me@127.0.0.1:1/x")
-    assert "needs psycopg" in line and "pip install 'nsa-perfbench[postgres]'" in line
+    assert "needs psycopg" in line and line.endswith(f"Next: {pip_install('postgres')}")
 
 
 @pytest.mark.parametrize("package", ["sqlalchemy", "alembic"])
@@ -121,7 +122,7 @@ except PerfbenchError as error:
         [sys.executable, "-c", program], capture_output=True, text=True, check=True
     )
     assert done.stdout.startswith("2 A history needs SQLAlchemy and alembic (")
-    assert done.stdout.endswith("Next: pip install 'nsa-perfbench[history]'\n")
+    assert done.stdout.endswith(f"Next: {pip_install('history')}\n")
 
 
 def test_damaged_files(tmp_path: Path) -> None:

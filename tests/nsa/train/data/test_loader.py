@@ -232,6 +232,18 @@ def test_held_out_is_apart_from_train_and_always_the_same(
     assert len(missed) == 0
 
 
+@pytest.mark.parametrize("packing", ["rows", "documents"])
+def test_binary_files_are_left_out_and_counted(tmp_path: Path, packing: str) -> None:
+    (tmp_path / "text.txt").write_text("text " * 400)
+    for name in ("one.png", "two.png"):
+        (tmp_path / name).write_bytes(b"\x89PNG\r\n\x1a\n\0\0\0\rIHDR" + b"\xff" * 4000)
+    loader = Small({"paths": (str(tmp_path),), "packing": packing, "held_out_pct": 0.0}).loader()
+    assert loader.describe()["binary_files_left_out"] == 2
+    assert loader.describe()["bytes"] == 2000
+    assert 0xFF not in {one for batch in take(loader, 60) for row in batch[0] for one in row}
+    assert Small({"kind": "random"}).loader().describe()["binary_files_left_out"] == 0
+
+
 def test_eval_paths_are_held_out_instead(tmp_path: Path, corpus: tuple[str, Any]) -> None:
     (tmp_path / "eval.txt").write_text("[eval] " + "only here " * 40)
     data = {"paths": (corpus[0],), "eval_paths": (str(tmp_path),), "shards": 1}
@@ -275,9 +287,19 @@ def test_an_empty_held_out_split_says_what_to_do(
     if not files:
         write_parquet(tmp_path / "a.parquet", ["one text"] * 9, 9, **fineweb_columns(9))
     small = Small({"paths": (str(tmp_path),), "held_out_pct": 0.1, **data}, seq_len=8)
-    with pytest.raises(TrainError, match="held_out_pct larger, give data.eval_paths") as caught:
+    with pytest.raises(TrainError, match="(larger|a second), give data.eval_paths") as caught:
         small.loader(split="held_out").batches(3)
     assert caught.value.code == TrainExit.DATA
+
+
+@pytest.mark.parametrize(
+    ("files", "counted"), [(1, "1 document,.*give a second"), (2, "2 documents,.*larger")]
+)
+def test_an_empty_split_counts_the_documents(files: int, counted: str, tmp_path: Path) -> None:
+    write_texts(tmp_path, count=files)
+    small = Small({"paths": (str(tmp_path),), "held_out_pct": 0.0}, seq_len=8)
+    with pytest.raises(TrainError, match=rf"held_out split of text is empty \({counted}"):
+        small.loader(split="held_out")
 
 
 def test_ranks_that_do_not_divide_the_shards(corpus: tuple[str, Any]) -> None:

@@ -27,6 +27,7 @@ class Listed:
     sha256 = "listed"
     num_documents: int | None = None
     num_bytes: int | None = None
+    num_binary = 0
 
     def __init__(self, texts: list[bytes], unit_size: int) -> None:
         self.texts = texts

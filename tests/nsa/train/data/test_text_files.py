@@ -9,9 +9,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from nsa.train.data.paths import ListedFile
+from nsa.train.data.paths import ListedFile, Listing
 from nsa.train.data.text_files import MAX_PIECE_BYTES, TextFiles
 from nsa.train.errors import TrainError, TrainExit
+
+PICTURE = b"\x89PNG\r\n\x1a\n\0\0\0\rIHDR"
 
 
 def pieces_of(files: TextFiles) -> list[bytes]:
@@ -20,7 +22,7 @@ def pieces_of(files: TextFiles) -> list[bytes]:
 
 def listed(path: Path, content: bytes) -> TextFiles:
     path.write_bytes(content)
-    return TextFiles([ListedFile(path, path.name, len(content))])
+    return TextFiles(Listing([ListedFile(path, path.name, len(content))], []))
 
 
 @settings(max_examples=40)
@@ -94,7 +96,9 @@ def test_a_corpus_that_moved_is_the_same(tmp_path: Path) -> None:
         (lambda p: (p / "e.txt").write_text(""), "e.txt", "e.txt is empty .0 bytes."),
         (lambda p: (p / "d").mkdir(), "d", "the folder .*d holds no file"),
         (lambda p: None, "*.txt", "no file matches"),
-        (lambda p: (p / "e.txt").write_text(""), "*.txt", "every file is empty"),
+        (lambda p: (p / "e.txt").write_text(""), "*.txt", "every file is empty;"),
+        (lambda p: (p / "x.png").write_bytes(PICTURE), "x.png", "x.png is binary: .*wanted text;"),
+        (lambda p: (p / "x.png").write_bytes(PICTURE), "", "every file is empty or binary;"),
     ],
 )
 def test_what_cannot_be_read_is_one_line(tmp_path: Path, make, pattern: str, message: str) -> None:
@@ -103,6 +107,18 @@ def test_what_cannot_be_read_is_one_line(tmp_path: Path, make, pattern: str, mes
         TextFiles.open([str(tmp_path / pattern)], "data.paths")
     assert caught.value.code == TrainExit.DATA
     assert "\n" not in str(caught.value)
+
+
+def test_binary_files_of_folders_and_globs_are_left_out_and_counted(tmp_path: Path) -> None:
+    (tmp_path / "one.md").write_text("text")
+    (tmp_path / "two.md").write_bytes("Grüße".encode("latin-1"))  # text, if no UTF-8
+    (tmp_path / "late.md").write_bytes(b"x" * 8_000 + b"\0")  # where git does not look, either
+    (tmp_path / "x.png").write_bytes(PICTURE)
+    (tmp_path / "edge.bin").write_bytes(b"x" * 7_999 + b"\0")
+    for patterns in (["."], ["*"], [".", "*"]):
+        files = TextFiles.open([str(tmp_path / one) for one in patterns], "data.paths")
+        assert {one.path.name for one in files.files} == {"one.md", "two.md", "late.md"}
+        assert files.num_binary == 2
 
 
 def test_a_file_that_shrank_is_an_error(tmp_path: Path) -> None:
