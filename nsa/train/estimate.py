@@ -52,7 +52,8 @@ class Estimate:
     ``activation_bytes``: of each layer, a checkpointed one at what it keeps. ``flops_per_step`` and
     ``tokens_per_step``: of one rank. ``card_bytes``, ``free_pct``, ``largest_batch``: None where no
     card is known; ``largest_batch`` leaves HEADROOM_PCT free and is 0 where one sequence does not
-    fit. ``eta_s``: of all steps at a speed that was published for this shape, else None.
+    fit. ``eta_s``: of all steps at ``speed``, which was published for this length at this
+    batch or the nearest one; else None.
     """
 
     device_name: str
@@ -99,7 +100,8 @@ class Estimate:
         if self.speed is None or self.eta_s is None:
             rows.append(("time of all steps", NOT_MEASURED))
         else:
-            speed = f"{self.speed.tok_per_s:,} tok/s on one {self.speed.device}"
+            shape = f"{self.speed.batch} x {self.speed.seq_len:,} tokens"
+            speed = f"{self.speed.tok_per_s:,} tok/s of {shape} on one {self.speed.device}"
             rows.append(
                 ("time of all steps", f"{duration(self.eta_s)} at {speed} ({self.speed.source})")
             )

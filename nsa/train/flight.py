@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+import torch.distributed as dist
 from torch._C import _distributed_c10d
 
 from nsa.train.parallel import TrainWorld
@@ -36,7 +37,7 @@ def recorded(out: Path, world: TrainWorld) -> Iterator[None]:
     def wait_for_halt() -> None:
         while not over.wait(POLL_S):
             if read_halt(out) is not None:
-                trace_path(out, world.rank).write_bytes(_dump()())
+                trace_path(out, world.rank).write_bytes(_dump(dist.get_backend())())
                 return
 
     thread = threading.Thread(target=wait_for_halt, name="flight recorder", daemon=True)
@@ -48,9 +49,12 @@ def recorded(out: Path, world: TrainWorld) -> Iterator[None]:
         thread.join()
 
 
-def _dump() -> Callable[[], bytes]:
-    """By the name that this torch has for it."""
-    for name in ("_dump_fr_trace_json", "_dump_nccl_trace_json"):
+def _dump(backend: str) -> Callable[[], bytes]:
+    """What has the trace of ``backend``: a torch with NCCL keeps NCCL's collectives and those of
+    other backends in two recorders, and either's dump says nothing of the other's.
+    """
+    names = ("_dump_fr_trace_json", "_dump_nccl_trace_json")  # an older torch has the second alone
+    for name in reversed(names) if backend == "nccl" else names:
         found: Callable[[], bytes] | None = getattr(_distributed_c10d, name, None)
         if found is not None:
             return found

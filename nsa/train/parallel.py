@@ -13,9 +13,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from nsa import settings
-from nsa.train.config import ParallelConfig, RunConfig
+from nsa.train.config import RunConfig
 from nsa.train.errors import TrainError, TrainExit
-from nsa.train.preflight import resolved_kind
+from nsa.train.preflight import backend_on, resolved_kind
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,9 +40,11 @@ def connect(config: RunConfig) -> TrainWorld:
     place, parallel = settings.launched_place(), config.parallel
     kind = resolved_kind(config, place)
     if place is None:
-        return TrainWorld(0, 1, _device(config.train.device, 0), kind)
+        device = _device(config.train.device, 0)
+        backend_on(config, device.type)
+        return TrainWorld(0, 1, device, kind)
     device = _device(config.train.device, place.local_rank)
-    backend = _backend(parallel, device)
+    backend = backend_on(config, device.type)
     if device.type == "cuda":
         torch.cuda.set_device(device)
     dist.init_process_group(
@@ -69,18 +71,6 @@ def _device(wanted: str, local_rank: int) -> torch.device:
             " process; start fewer, look at CUDA_VISIBLE_DEVICES, or --set train.device=cpu",
         )
     return torch.device("cuda", local_rank)
-
-
-def _backend(config: ParallelConfig, device: torch.device) -> str:
-    if config.backend == "nccl" and device.type != "cuda":
-        raise TrainError(
-            TrainExit.DEVICE,
-            f"parallel.backend=nccl on {device.type}; wanted a GPU; --set parallel.backend=gloo"
-            " works on CPUs",
-        )
-    if config.backend != "auto":
-        return config.backend
-    return "nccl" if device.type == "cuda" else "gloo"
 
 
 def wrap(model: nn.Module, config: RunConfig, world: TrainWorld) -> nn.Module:

@@ -11,9 +11,10 @@ from nsa.train.errors import TrainError, TrainExit
 
 def check(config: RunConfig, where: Capability) -> None:
     """TrainError USAGE or DEVICE for a way to be parallel that this start has not, DEVICE for a GPU
-    that is not ``where`` the run would take place, DATA for files that are not there.
+    or NCCL that is not ``where`` the run would take place, DATA for files that are not there.
     """
     resolved_kind(config, settings.launched_place())
+    backend_on(config, "cpu" if config.train.device == "cpu" else where.device)
     if config.train.device == "cuda" and where.device != "cuda":
         raise TrainError(
             TrainExit.DEVICE,
@@ -27,6 +28,23 @@ def check(config: RunConfig, where: Capability) -> None:
         for option in ("paths", "eval_paths"):
             if patterns := getattr(config.data, option):
                 list_files(patterns, option=f"data.{option}", suffixes=suffixes)
+
+
+def backend_on(config: RunConfig, device: str) -> str:
+    """parallel.backend without auto for ``device`` "cuda" or "cpu": nccl or gloo.
+
+    TrainError DEVICE for nccl without a GPU, in one process, too, where nothing is sent.
+    """
+    wanted = config.parallel.backend
+    if wanted == "nccl" and device != "cuda":
+        raise TrainError(
+            TrainExit.DEVICE,
+            f"parallel.backend=nccl on {device}; wanted a GPU; --set parallel.backend=gloo works on"
+            " CPUs",
+        )
+    if wanted != "auto":
+        return wanted
+    return "nccl" if device == "cuda" else "gloo"
 
 
 def resolved_kind(config: RunConfig, place: LaunchedPlace | None) -> str:

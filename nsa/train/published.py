@@ -7,6 +7,7 @@ torch.
 from __future__ import annotations
 
 import json
+import math
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
@@ -48,12 +49,13 @@ def published() -> tuple[PublishedSpeed, ...]:
 def published_speed(
     config: RunConfig, *, device_name: str | None, attention: str | None = None
 ) -> PublishedSpeed | None:
-    """The row of this config's model, batch, length, compiler and graph on ``device_name``; None
-    where nobody measured it. ``attention`` instead of the config's: of its twin.
+    """The row of this config's model, length, compiler and graph on ``device_name``, of its batch
+    or the nearest one by ratio; None where nobody measured it. ``attention`` instead of the
+    config's: of its twin.
     """
-    return next(
-        (row for row in _of_length(config, device_name, attention) if _is_batch(row, config)), None
-    )
+    wanted = math.log(config.train.batch)
+    rows = _of_length(config, device_name, attention)
+    return min(rows, key=lambda one: abs(math.log(one.batch) - wanted), default=None)
 
 
 def go_no_go(
@@ -104,11 +106,10 @@ def duration(seconds: float) -> str:
 def _twin(config: RunConfig, device_name: str) -> str:
     """What was published of the other attention at this length; another batch is named."""
     other = "dense" if config.train.attention == "nsa" else "nsa"
-    rows = _of_length(config, device_name, other)
+    row = published_speed(config, device_name=device_name, attention=other)
     name = "dense twin" if other == "dense" else "NSA twin"
-    if not rows:
+    if row is None:
         return f"{name} not published for this shape on {device_name}"
-    row = min(rows, key=lambda one: abs(one.batch - config.train.batch))
     return (
         f"{name} published at {row.tok_per_s:,} tok/s ({row.batch} x {row.seq_len:,}, one"
         f" {row.device}, {_how(row)})"
@@ -118,10 +119,6 @@ def _twin(config: RunConfig, device_name: str) -> str:
 def _how(row: PublishedSpeed) -> str:
     how = "compiled" if row.compile else "eager"
     return f"{how}, in a CUDA graph" if row.cuda_graph else how
-
-
-def _is_batch(row: PublishedSpeed, config: RunConfig) -> bool:
-    return row.batch == config.train.batch
 
 
 def _of_length(

@@ -226,11 +226,15 @@ def test_time_is_that_of_a_published_speed_alone() -> None:
     config = on_h200(batch=8, steps=1000, compile=True, accumulate=2)
     found = estimate.estimate(config, H200)
     assert found.eta_s == pytest.approx(1000 * 2 * 8 * 2048 / 438_771)
-    assert any("438,771 tok/s on one NVIDIA H200" in value for _, value in found.rows())
-    for other in (on_h200(batch=5), replace(config, model=TINY)):
-        unknown = estimate.estimate(other, H200)
-        assert unknown.eta_s is None
-        assert ("time of all steps", estimate.NOT_MEASURED) in unknown.rows()
+    assert any(
+        "438,771 tok/s of 8 x 2,048 tokens on one NVIDIA H200" in value for _, value in found.rows()
+    )
+    more = estimate.estimate(replace(config, train=replace(config.train, batch=16)), H200)
+    assert more.eta_s == pytest.approx(1000 * 2 * 16 * 2048 / 438_771)
+    assert any("of 8 x 2,048 tokens" in value for _, value in more.rows())
+    unknown = estimate.estimate(replace(config, model=TINY), H200)
+    assert unknown.eta_s is None
+    assert ("time of all steps", estimate.NOT_MEASURED) in unknown.rows()
     assert estimate.estimate(config, capability.assumed("h100")).eta_s is None
 
 

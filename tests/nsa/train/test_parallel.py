@@ -76,6 +76,7 @@ def test_compression_wants_nccl(found: dict[str, Any]) -> None:
             "shard_size=3 among 4 processes; wanted a divisor",
         ),
         (LaunchedPlace(0, 2, 0), {"backend": "nccl"}, TrainExit.DEVICE, "nccl on cpu"),
+        (None, {"backend": "nccl"}, TrainExit.DEVICE, "nccl on cpu"),
         (
             LaunchedPlace(0, 2, 0),
             {"kind": "fsdp", "compress": "bf16"},

@@ -78,7 +78,6 @@ def test_training_page_has_the_same_speeds() -> None:
         replace(SHAPE, model=preset("tiny")),
         replace(SHAPE, model=replace(SHAPE.model, checkpoint_layers=(0, 12))),
         SHAPE.with_vocab(32_768),
-        replace(SHAPE, train=replace(SHAPE.train, batch=7)),
         replace(SHAPE, train=replace(SHAPE.train, seq_len=4096)),
         replace(SHAPE, train=replace(SHAPE.train, precision="fp32")),
         replace(SHAPE, train=replace(SHAPE.train, path="v2")),
@@ -87,6 +86,13 @@ def test_training_page_has_the_same_speeds() -> None:
 )
 def test_another_shape_has_no_speed(other: RunConfig) -> None:
     assert published_speed(other, device_name=H200) is None
+
+
+@pytest.mark.parametrize(("batch", "nearest"), [(1, 1), (2, 1), (3, 8), (8, 8), (64, 8)])
+def test_another_batch_has_the_nearest_ones_speed(batch: int, nearest: int) -> None:
+    config = replace(SHAPE, train=replace(SHAPE.train, batch=batch))
+    row = published_speed(config, device_name=H200)
+    assert row is not None and (row.batch, row.seq_len) == (nearest, SHAPE.train.seq_len)
 
 
 def test_another_card_has_no_speed() -> None:
