@@ -1,5 +1,5 @@
-"""Two ranks of which one dies or hangs: the job ends in time, each rank's stacks are there, and what
-it had saved resumes, also in one process.
+"""Two ranks of which one dies or hangs: the job ends in time, each rank's stacks are there, and
+what it had saved resumes, also in one process.
 """
 
 from __future__ import annotations
