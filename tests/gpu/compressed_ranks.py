@@ -24,6 +24,7 @@ from tests.nsa.train.parallel_ranks import before_clipping, compressing_over_glo
 from tests.nsa.train.test_provoked import config_of
 
 STEPS = 8
+wrap = parallel.wrap
 
 
 def config_for(out: Path, compress: str, device: str) -> RunConfig:
@@ -34,9 +35,6 @@ def config_for(out: Path, compress: str, device: str) -> RunConfig:
 def wrap_over_gloo(model: nn.Module, config: RunConfig, world: TrainWorld) -> nn.Module:
     with compressing_over_gloo():
         return wrap(model, config, world)
-
-
-wrap = parallel.wrap
 
 
 def trained(config: RunConfig, world: TrainWorld) -> dict[str, Any]:
