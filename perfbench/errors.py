@@ -51,6 +51,10 @@ class PerfbenchError(Exception):
         self.exit_code = exit_code
 
 
+class FewerRows(PerfbenchError):
+    """A history refused a copy of a run with fewer rows than it holds; `--force` overrides it."""
+
+
 def unwritable(path: Path, error: OSError, next_step: str) -> PerfbenchError:
     """USAGE: the operating system refused to write ``path``, and what the user can do."""
     return PerfbenchError(

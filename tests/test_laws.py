@@ -15,6 +15,12 @@ ROOT = Path(__file__).parents[1]
 PRODUCT = sorted([*ROOT.glob("nsa/**/*.py"), *ROOT.glob("perfbench/**/*.py")])
 TESTS = sorted(ROOT.glob("tests/**/*.py"))
 MAY_READ_ENVIRONMENT = {"nsa/settings.py", "perfbench/machine/environment.py"}
+OPERATORS = [path for path in PRODUCT if path.is_relative_to(ROOT / "nsa/ops")]
+LAUNCH = "nsa/ops/kernels/launch.py"  # the one door to a Triton launch
+MAY_READ_ADDRESSES = {
+    LAUNCH,
+    *(f"nsa/ops/kernels/{name}.py" for name in ("call_recorder", "launch_plan", "plans")),
+}
 MAX_LINES = 600  # a file is one idea; beyond this it is rarely one
 
 
@@ -124,6 +130,64 @@ def hidden_skips(tree: ast.AST) -> list[int]:
         n.lineno
         for n in ast.walk(tree)
         if isinstance(n, ast.Attribute) and n.attr in names and "pytest" in ast.unparse(n)
+    ]
+
+
+def kernels_of(tree: ast.AST) -> set[str]:
+    """Functions that are decorated with `triton.jit`, `gluon.jit`, or a call of one."""
+    return {
+        node.name
+        for node in ast.walk(tree)
+        if isinstance(node, ast.FunctionDef)
+        and any(re.search(r"\bjit\b", ast.unparse(one)) for one in node.decorator_list)
+    }
+
+
+KERNELS = frozenset().union(*(kernels_of(tree_of(path)) for path in OPERATORS))
+
+
+def launches(tree: ast.AST) -> list[int]:
+    """Lines that launch a kernel as Triton does, and not by `launch`: a call with arguments of
+    something with a subscript, a kernel with one, `run` with a grid, `warmup`.
+    """
+    named = [n for n in ast.walk(tree) if isinstance(n, ast.alias) and n.name in KERNELS]
+    own = kernels_of(tree) | {n.asname or n.name for n in named}
+
+    def is_launch(node: ast.AST) -> bool:
+        if isinstance(node, ast.Subscript):
+            of = node.value
+            if isinstance(of, ast.Attribute):
+                return of.attr in KERNELS
+            return isinstance(of, ast.Name) and of.id in own
+        if not isinstance(node, ast.Call):
+            return False
+        if isinstance(node.func, ast.Attribute):
+            with_grid = "grid" in {one.arg for one in node.keywords}
+            return node.func.attr == "warmup" or (node.func.attr == "run" and with_grid)
+        return isinstance(node.func, ast.Subscript) and bool(node.args or node.keywords)
+
+    return [node.lineno for node in ast.walk(tree) if is_launch(node)]
+
+
+def addresses(tree: ast.AST) -> list[int]:
+    """Lines that read the address of a tensor for more than `x.data_ptr() % 16`, which alone is in
+    the key of a launch plan: a number made of an address is repeated for other tensors.
+    """
+    allowed = {
+        node.left.func
+        for node in ast.walk(tree)
+        if isinstance(node, ast.BinOp)
+        and isinstance(node.op, ast.Mod)
+        and isinstance(node.left, ast.Call)
+        and isinstance(node.right, ast.Constant)
+        and node.right.value == 16
+    }
+    names = ("data_ptr", "__cuda_array_interface__", "__dlpack__", "to_dlpack")
+    return [
+        node.lineno
+        for node in ast.walk(tree)
+        if (isinstance(node, ast.Attribute) and node.attr in names and node not in allowed)
+        or (isinstance(node, ast.Constant) and node.value in names)
     ]
 
 
@@ -249,6 +313,29 @@ def test_one_door(path: Path) -> None:
     assert records == []
 
 
+@pytest.mark.parametrize("path", OPERATORS, ids=name_of)
+def test_kernels_are_launched_by_one_door(path: Path) -> None:
+    """A launch plan repeats the launches that went through `launch`: one that goes past it would
+    be left out of every later call.
+    """
+    if name_of(path) != LAUNCH:
+        assert launches(tree_of(path)) == []
+
+
+@pytest.mark.parametrize("path", OPERATORS, ids=name_of)
+def test_addresses_are_no_numbers(path: Path) -> None:
+    """A launch plan repeats numbers as they were, and puts addresses in the places of tensors."""
+    if name_of(path) not in MAY_READ_ADDRESSES:
+        assert addresses(tree_of(path)) == []
+
+
+def test_the_door_itself_launches_and_reads_addresses() -> None:
+    """So that the laws do not stay green where it is renamed."""
+    assert launches(tree_of(ROOT / LAUNCH)) != []
+    assert all(addresses(tree_of(ROOT / name)) != [] for name in MAY_READ_ADDRESSES)
+    assert {"nsa_interval_forward", "nsa_append_pages"} <= KERNELS
+
+
 @pytest.mark.parametrize(
     ("checker", "violation"),
     [
@@ -269,6 +356,17 @@ def test_one_door(path: Path) -> None:
         (selected_paths, "import nsa.ops.selected.v2"),
         (hidden_skips, "pytest.importorskip('flash_attn')"),
         (hidden_skips, "@pytest.mark.xfail\ndef test(): ..."),
+        (launches, "nsa_own[(B * T, G)](x, out, 3, num_warps=4)"),
+        (launches, "run = append_kernels.nsa_append_pages[grid]\nrun(x, out)"),
+        (launches, "@gluon.jit(do_not_specialize=['n'])\ndef own(X): ...\nf = own[1,]"),
+        (launches, "nsa_own.run(x, out, grid=(1,), warmup=False)"),
+        (launches, "nsa_own.warmup(x, out, grid=(1,))"),
+        (addresses, "launch(nsa_own, (1,), out, x.data_ptr(), 64)"),
+        (addresses, "at = x.data_ptr() + 4 * n\nlaunch(nsa_own, (1,), out, at)"),
+        (addresses, "launch(nsa_own, (1,), out, x.data_ptr() % 64)"),
+        (addresses, "launch(nsa_own, (1,), out, *map(Tensor.data_ptr, xs))"),
+        (addresses, "launch(nsa_own, (1,), out, getattr(x, 'data_ptr')())"),
+        (addresses, "launch(nsa_own, (1,), out, x.__cuda_array_interface__['data'][0])"),
         (asserted_seconds, "assert time.process_time() - begin < 2.0 and ok"),
         (asserted_seconds, "begin = monotonic()\nwork()\nx = monotonic() - begin\nassert x <= 5"),
         (asserted_seconds, "start = perf_counter_ns()\nassert perf_counter_ns() - start < 10**9"),

@@ -71,7 +71,7 @@ class RunLog:
         folder.mkdir(parents=True, exist_ok=True)
         self._lines = _Appending(log_path(out, rank))
         self._table = _Appending(folder / "training.csv") if rank == 0 else None
-        self._board = _board(folder / "tensorboard") if tensorboard and rank == 0 else None
+        self._board = _Board(folder / "tensorboard") if tensorboard and rank == 0 else None
         if self._table is not None:
             _begin_table(self._table)
         if self._lines.size:
@@ -84,8 +84,7 @@ class RunLog:
         if self._table is not None:
             self._table.write(_csv_line([_cell(values[name]) for name in COLUMNS]))
         if self._board is not None:
-            for name, number in _numbers(values):
-                self._board.add_scalar(name, number, record.step)
+            self._board.write(record.step, _numbers(values))
 
     def event(self, kind: str, **values: Any) -> None:
         """One line {"kind": kind, "time_utc": now, **values}; ValueError for kind "step"."""
@@ -95,12 +94,15 @@ class RunLog:
         self._lines.write(_json_line({"kind": kind, **values}))
 
     def go_on_after(self, step: int) -> None:
-        """Cut later steps off training.csv, which the run that goes on after ``step`` trains again.
+        """Cut later steps off training.csv, which the run that goes on after ``step`` trains again;
+        TensorBoard does not show what its files have of them.
 
         The lines of JSON keep both, and an event between them.
         """
         if self._table is not None:
             self._table.cut(_bytes_up_to(step, self._table.read()))
+        if self._board is not None:
+            self._board.go_on_after(step)
 
     def close(self) -> None:
         self._lines.close()
@@ -151,6 +153,34 @@ class _Appending:
                 return start + at + 1
             end = start
         return 0
+
+
+class _Board:
+    """TensorBoard's files in ``folder``: a new one each time that a run starts.
+
+    It is made with the first record, once `go_on_after` has said where the run goes on.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._class = _summary_writer()
+        self._writer: SummaryWriter | None = None
+        self._purge_step: int | None = None
+
+    def go_on_after(self, step: int) -> None:
+        """Before the first record: later steps in the older files are not shown."""
+        assert self._writer is None
+        self._purge_step = step + 1  # the first one that is purged
+
+    def write(self, step: int, numbers: list[tuple[str, float]]) -> None:
+        if self._writer is None:
+            self._writer = self._class(str(self._folder), purge_step=self._purge_step)
+        for name, number in numbers:
+            self._writer.add_scalar(name, number, step)
+
+    def close(self) -> None:
+        if self._writer is not None:
+            self._writer.close()
 
 
 def utc_now() -> str:
@@ -228,7 +258,7 @@ def _numbers(values: Mapping[str, Any], prefix: str = "") -> list[tuple[str, flo
     return found
 
 
-def _board(folder: Path) -> SummaryWriter:
+def _summary_writer() -> type[SummaryWriter]:
     try:
         # torch's own message does not name the package
         importlib.import_module("tensorboard")
@@ -239,4 +269,4 @@ def _board(folder: Path) -> SummaryWriter:
             f"the package tensorboard is missing ({error}), which log.tensorboard=true needs; pip"
             " install 'nsa-perfbench[train-all]'",
         ) from error
-    return SummaryWriter(str(folder))
+    return SummaryWriter

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import shlex
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -96,6 +96,7 @@ def bisect(
         PairMeasurer,
         commits_between,
         find_first_bad,
+        held_cards,
         interrupted,
         pairs_ahead,
         read_bisect,
@@ -122,12 +123,15 @@ def bisect(
     say(pairs_ahead(found, _pair_s(loaded, settings.cell_id, context)))
     folder = resume or _new_folder(out, settings, context)
     deadline = None if budget_s is None else time.monotonic() + budget_s
-    measurer = PairMeasurer(settings, loaded, folder, context, deadline)
-    try:
-        result = find_first_bad(found, measurer, policies(loaded).of(settings.cell_id), context.say)
-    except KeyboardInterrupt:
-        raise interrupted(folder) from None
-    diff = _kernels(result, settings, loaded, context, folder)
+    policy = policies(loaded).of(settings.cell_id)
+    with held_cards(context.fit) as fit:
+        context = replace(context, fit=fit)
+        measurer = PairMeasurer(settings, loaded, folder, context, deadline)
+        try:
+            result = find_first_bad(found, measurer, policy, context.say)
+        except KeyboardInterrupt:
+            raise interrupted(folder) from None
+        diff = _kernels(result, settings, loaded, context, folder)
     _finish(result, settings, folder, diff, as_json)
 
 

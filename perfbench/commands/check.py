@@ -81,12 +81,15 @@ def check_and_judge(
     machine.
     """
     from perfbench.commands.measuring import opened_context
+    from perfbench.runner import held_cards
 
     with opened_context(matrix.target, options.fleet, silent=silent) as context:
         if context is None:
             refuse_loosened_skip(matrix)
             return None
-        return _check_in(context, matrix, options, by, silent=silent)
+        with held_cards(context.fit) as fit:  # pairs and traces follow, with what was spent so far
+            held = replace(context, fit=fit)
+            return _check_in(held, matrix, options, by, silent=silent)
 
 
 def _check_in(

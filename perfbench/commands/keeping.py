@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from perfbench.commands.console import say, warn
-from perfbench.errors import Exit, PerfbenchError
+from perfbench.errors import Exit, FewerRows, PerfbenchError
 from perfbench.text import shown_address
 
 if TYPE_CHECKING:
@@ -34,8 +34,11 @@ def keep(outcome: Outcome, url: str | None, *, silent: bool = False) -> None:
     except (PerfbenchError, KeyboardInterrupt) as error:
         why = "interrupted" if isinstance(error, KeyboardInterrupt) else str(error)
         where = [] if url is None else ["--history", shown_address(url)]
-        later = shlex.join(["perfbench", "history", "add", str(outcome.folder), *where])
-        warn(f"the run is not in the history: {' '.join(why.split())}. `{later}` adds it later")
+        fewer = isinstance(error, FewerRows)
+        words = ["perfbench", "history", "add", str(outcome.folder), *["--force"] * fewer, *where]
+        effect = "replaces the stored run by this one" if fewer else "adds it later"
+        why = f"{' '.join(why.split())}. `{shlex.join(words)}` {effect}"
+        warn(f"the run is not in the history: {why}")
         if silent and isinstance(error, KeyboardInterrupt):
             raise
     else:

@@ -9,7 +9,7 @@ from typing import Any
 
 from sqlalchemy import Connection, Table, delete, exists, insert, select, update
 
-from perfbench.errors import Exit, PerfbenchError
+from perfbench.errors import Exit, FewerRows, PerfbenchError
 from perfbench.history import tables
 from perfbench.history.nouns import METRICS, HistoryCell, HistoryRun, Metric, RunInfo
 from perfbench.history.tables import chunks, digest
@@ -57,7 +57,7 @@ def check(run: HistoryRun) -> None:
 
 
 def check_nothing_lost(stored: Iterable[HistoryCell], run: HistoryRun) -> None:
-    """PerfbenchError where ``run`` was measured less often than what is stored of it. A cell whose
+    """FewerRows where ``run`` was measured less often than what is stored of it. A cell whose
     numbers a verdict withholds has lost none.
     """
     now = {cell.cell_id: cell for cell in run.cells}
@@ -70,7 +70,7 @@ def check_nothing_lost(stored: Iterable[HistoryCell], run: HistoryRun) -> None:
             lost.append(f"{before.cell_id} has {has} of {had} processes")
     if lost:
         more = f" (and {len(lost) - 1} more cells)" if len(lost) > 1 else ""
-        raise PerfbenchError(
+        raise FewerRows(
             Exit.USAGE,
             f"run {run.info.run_id!r}: this copy has fewer rows than the one in the history:"
             f" {lost[0]}{more}. Next: add the whole run, or --force to keep this copy instead",

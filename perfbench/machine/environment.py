@@ -424,7 +424,8 @@ class TargetLike(Protocol):
 @dataclass(frozen=True, slots=True)
 class TargetFit:
     """``skip``: the matrix asks to measure nothing on this machine; ``warning`` says what differs
-    or cannot be known. ``others``: the further cards of a target's ``count``.
+    or cannot be known. ``others``: the further cards of a target's ``count``. ``held``: who
+    measures holds the locks of all cards already.
     """
 
     device: str  # 'cpu' or 'cuda'
@@ -432,6 +433,12 @@ class TargetFit:
     warning: str = ""
     skip: bool = False
     others: tuple[GpuHandle, ...] = ()
+    held: bool = False
+
+    @property
+    def gpus(self) -> tuple[GpuHandle, ...]:
+        """All cards of the target; none on a CPU."""
+        return () if self.gpu is None else (self.gpu, *self.others)
 
 
 def check_target(

@@ -1,7 +1,8 @@
 """The picture of speeds: tok/s against the length where a series has several, else a bar for each
 path of a shape, with its ratio to dense.
 
-A band is the 95 % confidence of a cell's speed, as in the tables.
+A band is the 95 % confidence of a cell's speed, as in the tables. One of a decade or more is a
+whisker, with an arrowhead where it goes on beyond the axis.
 """
 
 from __future__ import annotations
@@ -26,6 +27,8 @@ if TYPE_CHECKING:
 MAX_PANELS = 12
 FAR_APART = 4  # times the next length: a crossover between two such has no length of its own
 MAX_WIDE = 10.0  # a band of a decade says nothing of a speed but that it is not known
+CUT = 1.08  # of the longest bar: where a whisker that goes on ends
+ARROW_PT = 5
 LINES_IN, MANY_LINES_IN, LEAST_LINES_IN = 3.3, 2.6, 2.3  # height of a panel, of one of many
 BAR_IN, AROUND_BARS_IN = 0.2, 0.75
 ALARM, GREY = "#b00020", "#999999"
@@ -61,13 +64,19 @@ def draw(rows: Sequence[Row], target: Path, title: str) -> Drawn:
     for axes, (name, members) in zip(grid, lines.items(), strict=True):
         failed |= _lines(axes, name, members, handles)
     _one_scale(dict(zip(lines, grid, strict=True)))
+    beyond = False
+    for axes, members in zip(grid, lines.values(), strict=True):  # once the scales are known
+        for row in members:
+            beyond |= bool(too_wide(row)) and _tall_whisker(axes, row)
     for axes, (name, members) in zip(wide, bars.items(), strict=True):
-        _bars(axes, name, members, plots.varying(rows), handles)
+        beyond |= _bars(axes, name, members, plots.varying(rows), handles)
     ordered = sorted(handles, key=plots.series_order)
     labels = [plots.series_name(*series, fa2_varies) for series in ordered]
     artists = [handles[series] for series in ordered]
     if failed:
         labels, artists = [*labels, "no number (see the table)"], [*artists, _cross()]
+    if beyond:
+        labels, artists = [*labels, "95 % interval beyond the axis"], [*artists, _arrow()]
     drawn.suptitle(title, x=0.01, ha="left", fontsize=12, color=INK, fontweight="bold")
     drawn.legend(
         artists,
@@ -159,7 +168,7 @@ def _measured(rows: Iterable[Row]) -> list[Row]:
 
 
 def too_wide(row: Row) -> str:
-    """Why a cell's band is not drawn; empty where it is narrow enough to say something."""
+    """Why a cell's speed is not known; empty where its band is narrow enough to say something."""
     if row.low is None or row.high is None or row.high < MAX_WIDE * row.low:
         return ""
     return "host bound" if row.bound == "host" else "too noisy"
@@ -282,6 +291,23 @@ def _line(axes: Axes, series: Series, rows: list[Row]) -> Any:
     return line
 
 
+def _tall_whisker(axes: Axes, row: Row) -> bool:
+    """The whole interval of a cell; whether the axis cuts it off."""
+    x, bottom, top = row.cell.axes.seq_len, *axes.get_ylim()
+    low, high = row.low or bottom, row.high or top
+    axes.vlines(x, max(low, bottom), min(high, top), color=plots.colour(row), linewidth=1)
+    if low < bottom:
+        _head(axes, x, bottom, "v", plots.colour(row))
+    if high > top:
+        _head(axes, x, top, "^", plots.colour(row))
+    return low < bottom or high > top
+
+
+def _head(axes: Axes, x: float, y: float, marker: str, colour: str) -> None:
+    style: Any = {"linestyle": "none", "clip_on": False, "zorder": 4}
+    axes.plot([x], [y], marker=marker, markersize=ARROW_PT, color=colour, **style)
+
+
 def _mark(axes: Axes, crossover: Crossover, place: int) -> None:
     length = crossover.length
     colour = plots.COLOURS.get(crossover.series[0], plots.OTHER_COLOUR)
@@ -335,8 +361,10 @@ def _limit(axes: Axes, low: float, high: float) -> None:
 
 def _bars(
     axes: Axes, name: str, rows: list[Row], several: Sequence[str], handles: dict[Series, Any]
-) -> None:
-    """One bar for each path, by shape, with what it says: speed, ratio to dense, host bound."""
+) -> bool:
+    """One bar for each path, by shape, with what it says: speed, ratio to dense, host bound;
+    whether an interval is cut off.
+    """
     from matplotlib.ticker import EngFormatter
 
     shapes: Panels = {}
@@ -344,11 +372,12 @@ def _bars(
         shapes.setdefault(plots.shape(row, several), []).append(row)
     ends = [row.high if row.high and not too_wide(row) else row.tok_per_s for row in rows]
     most = max((end for end in ends if end is not None), default=1.0)
-    place, ticks = 0.0, []
+    place, ticks, beyond = 0.0, [], False
     for members in shapes.values():
         first = place
         for series, (row,) in _series_of_one(members):
-            _bar(axes, place, row, most, handles.setdefault(series, _patch(row)))
+            handles.setdefault(series, _patch(row))
+            beyond |= _bar(axes, place, row, most)
             place += 1
         ticks.append((first + place - 1) / 2)
         place += 0.6
@@ -359,17 +388,19 @@ def _bars(
     axes.set_xlabel("tok/s", color=INK)
     axes.set_title(f"{plots.literal(name)}, batch x seq_len", loc="left", fontsize=10, color=INK)
     plots.clean(axes, "x")
+    return beyond
 
 
 def _series_of_one(rows: list[Row]) -> list[tuple[Series, list[Row]]]:
     return [(series, [row]) for series, members in _series(rows).items() for row in members]
 
 
-def _bar(axes: Axes, place: float, row: Row, most: float, like: Any) -> None:
+def _bar(axes: Axes, place: float, row: Row, most: float) -> bool:
+    """One bar with its whisker; whether that goes on beyond ``CUT`` times ``most``."""
     if row.tok_per_s is None:
         axes.text(0.006 * most, place, "no number (see the table)", va="center", fontsize=8)
         axes.texts[-1].set_color(ALARM)
-        return
+        return False
     axes.barh(
         place,
         row.tok_per_s,
@@ -378,16 +409,21 @@ def _bar(axes: Axes, place: float, row: Row, most: float, like: Any) -> None:
         edgecolor=plots.colour(row),
         linewidth=1.2,
     )
-    why, end = too_wide(row), row.tok_per_s
-    if row.low is not None and row.high is not None and not why:
-        axes.hlines(place, row.low, row.high, color=GREY if row.is_dense else INK, linewidth=1.4)
-        end = max(end, row.high)
+    why, end, beyond = too_wide(row), row.tok_per_s, False
+    if row.low is not None and row.high is not None:
+        colour, beyond = GREY if row.is_dense else INK, row.high > CUT * most
+        end = max(end, min(row.high, CUT * most))
+        axes.hlines(place, row.low, end, color=colour, linewidth=1.4)
+        if beyond:
+            _head(axes, end, place, ">", colour)
     dense = "" if row.is_dense or row.x_dense is None else f"   {ratio(row.x_dense)} x dense"
     caveat = "   host bound" if row.bound == "host" else ""
     caveat += "   too noisy" if why == "too noisy" else ""
     caveat += f" (± {row.half_pct:,.0f} %)" if why and row.half_pct is not None else ""
-    axes.text(end + 0.008 * most, place, f"{row.tok_per_s:,.0f}{dense}{caveat}", va="center")
+    end += (0.02 if beyond else 0.008) * most
+    axes.text(end, place, f"{row.tok_per_s:,.0f}{dense}{caveat}", va="center")
     axes.texts[-1].set(fontsize=8, color=ALARM if caveat else INK)
+    return beyond
 
 
 def _face(row: Row) -> str:
@@ -404,3 +440,9 @@ def _cross() -> Any:
     from matplotlib.lines import Line2D
 
     return Line2D([], [], linestyle="none", marker="x", color=INK, markersize=8, mew=2)
+
+
+def _arrow() -> Any:
+    from matplotlib.lines import Line2D
+
+    return Line2D([], [], color=INK, linewidth=1.4, marker=">", markersize=ARROW_PT)

@@ -14,7 +14,7 @@ from perfbench.runner.ab.schedule import measure_pair
 from perfbench.runner.ab.version_executor import prepared_versions
 from perfbench.runner.ab.version_plan import plan_of_version
 from perfbench.runner.context import MeasuringContext
-from perfbench.runner.executor import Executor, prepared_executors
+from perfbench.runner.executor import Executor, held_cards, prepared_executors
 from perfbench.runner.fleet import open_fleet, run_on_fleet
 from perfbench.runner.progress import SilentProgress, progress_for
 from perfbench.runner.run import RunSpec, parse_injection, run_matrix

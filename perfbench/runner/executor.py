@@ -13,7 +13,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Protocol, Self
@@ -255,6 +255,17 @@ class ForkServerExecutor:
 
 
 @contextmanager
+def held_cards(fit: TargetFit) -> Iterator[TargetFit]:
+    """Hold the locks of all cards of ``fit`` over several measurements, between which no other
+    perfbench then comes; ``fit`` as they take it. Nothing on a CPU, nor where they are held.
+    """
+    with ExitStack() as stack:
+        for gpu in () if fit.held else fit.gpus:
+            stack.enter_context(gpu_lock(gpu.uuid))
+        yield replace(fit, held=True)
+
+
+@contextmanager
 def prepared_executors(
     fit: TargetFit,
     makers: Sequence[Callable[..., ForkServerExecutor]] = (ForkServerExecutor,),
@@ -262,7 +273,7 @@ def prepared_executors(
     module: Any | None = None,
 ) -> Iterator[tuple[Executor, ...]]:
     """One executor of each maker, for a machine that ``check_target`` accepted: on a GPU, with the
-    locks of all its cards held and no other process on them.
+    locks of all its cards held, by `held_cards` or here, and no other process on them.
 
     Other GPU processes are looked for before each block too, since a run takes hours; the first
     executor does it, whose block begins first. ``module`` stands in for pynvml.
@@ -271,13 +282,13 @@ def prepared_executors(
         seams: dict[str, Any] = {}
         first_only: dict[str, Any] = {}
         if fit.gpu is not None:
-            for gpu in (fit.gpu, *fit.others):
-                stack.enter_context(gpu_lock(gpu.uuid))
+            stack.enter_context(held_cards(fit))
+            for gpu in fit.gpus:
                 refuse_busy(gpu, module)
             # Held open: without persistence mode each opening wakes the driver anew.
             stack.enter_context(nvml_session(module))
             seams["used_memory"] = partial(used_memory, fit.gpu.uuid, module)
-            first_only["before_block"] = partial(_refuse_each, (fit.gpu, *fit.others), module)
+            first_only["before_block"] = partial(_refuse_each, fit.gpus, module)
         executors: list[Executor] = []
         for make in makers:
             executors.append(stack.enter_context(make(**seams, **first_only)))

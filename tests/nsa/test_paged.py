@@ -33,7 +33,7 @@ from nsa.decode import graph as one_graph
 from nsa.decode.paged import PageAllocator, PagedLayer
 from nsa.functional import compress_kv
 from nsa.model import TinyLM
-from nsa.ops.paged import kernels
+from nsa.ops.paged import append_kernels
 from tests import oracle
 from tests.cases import SMALL, assert_parity, randn
 from tests.nsa.test_cache import DIM, KINDS, OPTIONS, cache_of, layer_of
@@ -392,7 +392,7 @@ def test_what_a_paged_cache_refuses() -> None:
 @triton.jit
 def encoded(X, S, OUT, W: tl.constexpr):  # type: ignore[no-untyped-def]
     i = tl.arange(0, W)
-    tl.store(OUT + i, kernels._encode(tl.load(X + i), S, i, i < W, True))
+    tl.store(OUT + i, append_kernels._encode(tl.load(X + i), S, i, i < W, True))
 
 
 def test_float8_keeps_nan_on_a_gpu() -> None:

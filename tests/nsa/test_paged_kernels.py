@@ -17,7 +17,9 @@ from torch import Tensor
 from nsa.config import NSAConfig
 from nsa.ops import paged
 from nsa.ops.decode import kernels as contiguous
-from nsa.ops.paged import kernels
+from nsa.ops.paged import append_kernels
+from nsa.ops.paged.choose_kernels import choose
+from nsa.ops.paged.interval_kernels import interval
 from tests import oracle
 from tests.cases import SMALL, assert_blocks, assert_lse, assert_parity, randn
 from tests.nsa.kernel_cases import poisoned_memory  # noqa: F401
@@ -139,7 +141,7 @@ def test_a_step_is_stored_where_the_formula_stores_it(fp8: bool) -> None:
     for pages in (got, want):
         for name in ("sel", "win", "raw"):  # room for the step
             getattr(pages, name).table.copy_(getattr(full, name).table)
-    kernels.append(got, new["sel"], new["win"], new["raw"])
+    append_kernels.append(got, new["sel"], new["win"], new["raw"])
     for name in ("sel", "win", "raw"):
         group, expected = getattr(got, name), getattr(want, name)
         expected.put(at, exists, new[name])
@@ -164,7 +166,7 @@ def test_means_of_the_blocks_that_a_step_completes(config: NSAConfig) -> None:
     one = {"k": pools[0], "v": pools[1]}
     pages = replace(pages, raw=replace(raw, **one), cmp=paged.Pages(**one, table=shifted))
     pages = replace(pages, start_B=torch.tensor(starts))
-    kernels.means(pages, new, block=config.cmp_block, stride=config.cmp_stride)
+    append_kernels.means(pages, new, block=config.cmp_block, stride=config.cmp_stride)
     changed = 0
     for b, n in enumerate(LENGTHS):
         done, due = (
@@ -202,8 +204,8 @@ def test_many_blocks_a_row_and_a_page_that_is_no_tile() -> None:
     pages = paged.LayerPages(group, group, group, group, torch.tensor([n - 1]), lengths, 16 * 50)
     q = randn(1, 1, 2, wide, seed=2)
     options: dict[str, Any] = {"block": 8, "stride": 4, "scale": 0.1}
-    o, lse = kernels.interval(q, group, pages, **options, width=None)
-    blocks = kernels.choose(q, lse, pages, **options, num_selected=6, forced=(1, 2))
+    o, lse = interval(q, group, pages, **options, width=None)
+    blocks = choose(q, lse, pages, **options, num_selected=6, forced=(1, 2))
     given = {"config": config, "q_start": n - 1, "kv_len": n, "scale": 0.1}
     assert_blocks(blocks, *oracle.select(q, k_cmp, **given))
     want = oracle.compressed(q, k_cmp, k_cmp, block=8, stride=4, q_start=n - 1, scale=0.1)

@@ -86,6 +86,7 @@ class Bench:
     b: FakeSide
     current: FakeSide
     log: list[tuple[str, str, int]]
+    held: list[bool]  # of each measurement: whether its cards were held before
 
     def run(self, *argv: str) -> int:
         return app.invoke(argv)
@@ -113,16 +114,19 @@ def bench(
         FakeSide("b", 1000.0, log),
         FakeSide("current", 1000.0, []),
         log,
+        [],
     )
 
     @contextmanager
     def prepared(fit: TargetFit) -> Iterator[tuple[FakeSide]]:
+        made.held.append(fit.held)
         yield (made.current,)
 
     @contextmanager
     def both(
         fit: TargetFit, sides: tuple[checkout.Checkout, checkout.Checkout]
     ) -> Iterator[tuple[FakeSide, FakeSide]]:
+        made.held.append(fit.held)
         yield made.a, made.b
 
     monkeypatch.setattr(measuring, "prepared_executors", prepared)

@@ -87,6 +87,17 @@ def test_check_injects_into_the_candidate_alone(
     )
 
 
+def test_no_other_perfbench_comes_between_a_run_and_its_pairs(bench: Bench) -> None:
+    promote(bench)
+    bench.held.clear()
+    bench.current.speed = bench.b.speed = 800.0
+    assert bench.run("check", "small.yaml") == 3
+    assert bench.held == [True, True]
+    bench.held.clear()
+    assert bench.run("run", "small.yaml") == 0
+    assert bench.held == [False]
+
+
 def test_nothing_is_confirmed_where_nothing_looks_slower(bench: Bench) -> None:
     promote(bench)
     assert bench.run("check", "small.yaml") == 0

@@ -29,6 +29,7 @@ from perfbench.records.cells import Cell, why_not_here
 from perfbench.records.job import Job
 from perfbench.records.rows import Replicate, Status
 from perfbench.worker import measure, profile
+from perfbench.worker.parity import layer
 from perfbench.worker.parity.claim import Claim
 from perfbench.worker.workloads import workload
 from perfbench.worker.workloads.graphs import Captured, Compiled
@@ -44,8 +45,18 @@ pytestmark = pytest.mark.usefixtures("one_thread", "light")
 
 @pytest.fixture(autouse=True)
 def _quick_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Graphs that dynamo makes and nothing turns into machine code, which would take a minute."""
+    """Graphs that dynamo makes and nothing turns into machine code, which would take a minute: of
+    the step, and of the attention that the proof at length compares with the oracle.
+    """
     monkeypatch.setattr(workload, "Compiled", lambda module: Compiled(module, backend="eager"))
+
+    def compiled_of(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
+        made: Callable[..., Tensor] = torch.compile(
+            function, backend="eager", fullgraph=True, dynamic=False
+        )
+        return made
+
+    monkeypatch.setattr(layer, "compiled_of", compiled_of)
 
 
 def on(

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from matplotlib.collections import LineCollection
 from PIL import Image
 
 from perfbench import report
@@ -137,21 +138,69 @@ def test_a_crossover_between_far_lengths_is_no_length(drawn: list[Any], tmp_path
     assert " v2 passes dense between 1,024 and 16,384" in texts(drawn[0].axes[0])
 
 
-def test_a_bar_without_a_whisker_says_how_wide_it_is(drawn: list[Any], tmp_path: Path) -> None:
-    """A bar of ± 276 % had no error bar, and its number was not there either."""
-    run = run_with([Cell("forward", 512, "v2", "on")])
-    (cell,) = run.manifest.cells
-    factors = (1e3, 1e4, 1e5)
-    run = b.change_rows(
+def with_speeds(run: Run, place: int, *speeds_: float, host_bound: bool = False) -> Run:
+    """The cell at ``place`` with a process of each of these tok/s."""
+    cell = run.manifest.cells[place]
+    return b.change_rows(
         run,
         cell.cell_id,
-        lambda row: b.replicate(cell, row.replicate, tok_per_s=factors[row.replicate]),
+        lambda row: b.replicate(
+            cell, row.replicate, tok_per_s=speeds_[row.replicate], host_bound=host_bound
+        ),
     )
-    (row,) = rows_in(run)
+
+
+def whiskers(axes: Any) -> list[list[list[float]]]:
+    """The ends of each line that is drawn from one point to another."""
+    return [
+        segment.tolist()
+        for one in axes.collections
+        if isinstance(one, LineCollection)
+        for segment in one.get_segments()
+    ]
+
+
+def arrowheads(axes: Any) -> dict[str, list[float]]:
+    """Of each marker, where it is."""
+    found = {line.get_marker(): line.get_xydata()[0].tolist() for line in axes.lines}
+    return {marker: at for marker, at in found.items() if marker in ("<", ">", "^", "v")}
+
+
+def legend(figure: Any) -> list[str]:
+    return [one.get_text() for one in figure.legends[0].get_texts()]
+
+
+BEYOND = "95 % interval beyond the axis"
+
+
+def test_a_whisker_that_goes_on_beyond_the_axis_has_an_arrowhead(
+    drawn: list[Any], tmp_path: Path
+) -> None:
+    """A bar of ± 276 % had no error bar, and its number was not there either."""
+    (row,) = rows_in(with_speeds(run_with([Cell("forward", 512, "v2", "on")]), 0, 1e3, 1e4, 1e5))
     assert row.half_pct is not None and row.half_pct > 276
     speeds.draw([row], tmp_path / "x.png", "")
-    said = " ".join(texts(drawn[0].axes[0]))
-    assert f"too noisy (± {row.half_pct:,.0f} %)" in said
+    (axes,) = drawn[0].axes
+    assert f"too noisy (± {row.half_pct:,.0f} %)" in " ".join(texts(axes))
+    (((low, _), (end, _)),) = whiskers(axes)
+    assert row.tok_per_s is not None and row.high is not None
+    assert low == row.low and row.tok_per_s < end < axes.get_xlim()[1] < row.high
+    assert arrowheads(axes) == {">": [end, 0.0]}
+    (said,) = axes.texts
+    assert said.get_position()[0] > end and BEYOND in legend(drawn[0])
+
+
+def test_a_whisker_of_a_decade_that_fits_the_axis_is_whole(
+    drawn: list[Any], tmp_path: Path
+) -> None:
+    cells = [Cell("forward", 512, "v2", "on", batch) for batch in (1, 8)]
+    rows = rows_in(with_speeds(run_with(cells, {1: 1e8}), 0, 1e3, 1e4, 1e5))
+    assert speeds.too_wide(rows[0]) and not speeds.too_wide(rows[1])
+    speeds.draw(rows, tmp_path / "x.png", "")
+    (axes,) = drawn[0].axes
+    ends = [[low[0], high[0]] for low, high in whiskers(axes)]
+    assert ends == [[row.low, row.high] for row in rows]
+    assert arrowheads(axes) == {} and BEYOND not in legend(drawn[0])
 
 
 @pytest.mark.parametrize(
@@ -169,20 +218,11 @@ def test_how_many_cells_are_host_bound_is_a_sentence(count: int, said: str) -> N
 
 
 @pytest.mark.parametrize(("bound", "why"), [(True, "host bound"), (False, "too noisy")])
-def test_a_band_that_says_nothing_is_said_not_filled(
+def test_a_band_that_says_nothing_is_a_whisker(
     drawn: list[Any], tmp_path: Path, bound: bool, why: str
 ) -> None:
-    cells = [Cell("forward", length, "v2", "on") for length in (512, 1024, 2048)]
-    run = run_with(cells)
-    wild = run.manifest.cells[0]
-    speeds_ = (1e3, 1e4, 1e5)
-    run = b.change_rows(
-        run,
-        wild.cell_id,
-        lambda row: b.replicate(
-            wild, row.replicate, tok_per_s=speeds_[row.replicate], host_bound=bound
-        ),
-    )
+    run = run_with([Cell("forward", length, "v2", "on") for length in (512, 1024, 2048)])
+    run = with_speeds(run, 0, 1e3, 1e4, 1e5, host_bound=bound)
     for cell in run.manifest.cells[1:]:  # the noise of a family is shared
         run = b.replace_rows(run, cell.cell_id, host_bound=not bound)
     rows = rows_in(run)
@@ -194,6 +234,9 @@ def test_a_band_that_says_nothing_is_said_not_filled(
     assert why in texts(axes)
     low, high = axes.get_ylim()
     assert high < rows[0].high and low > rows[0].low
+    assert whiskers(axes)[-1] == [[512, low], [512, high]]
+    assert arrowheads(axes) == {"v": [512, low], "^": [512, high]}
+    assert BEYOND in legend(drawn[0])
 
 
 def test_a_marker_at_100_per_cent_is_whole(drawn: list[Any], tmp_path: Path) -> None:

@@ -22,7 +22,7 @@ from perfbench.records.job import Job
 from perfbench.records.rows import Status
 from perfbench.runner import progress
 from perfbench.runner import run as runner
-from perfbench.runner.executor import ForkServerExecutor, prepared_executors
+from perfbench.runner.executor import ForkServerExecutor, held_cards, prepared_executors
 from perfbench.runner.progress import PlainProgress
 from tests.perfbench.fake_nvml import Card, FakeNvml
 from tests.perfbench.plan_cases import CODE
@@ -301,6 +301,15 @@ def test_prepared_on_a_gpu_holds_its_lock_and_refuses_company(
         ):
             pass
     assert nvml.opened == 0
+    with held_cards(fit) as ours:
+        for _ in range(2):  # a run and its pairs
+            with prepared_executors(ours, module=nvml):
+                pass
+            with (
+                pytest.raises(PerfbenchError, match="another perfbench measures"),
+                prepared_executors(fit, module=nvml),
+            ):
+                pass
     card.processes = [SimpleNamespace(pid=4321, usedGpuMemory=None)]
     for _ in range(2):
         with (

@@ -30,8 +30,8 @@ from nsa.ops.decode_step.shapes import Buffers, Projected, StepGeometry, StepPag
 from nsa.ops.decode_step.sum_kernels import nsa_sum_step
 from nsa.ops.kernels.common import LOG2E, cdiv, padded, precision, width_class
 from nsa.ops.kernels.launch import launch
-from nsa.ops.paged.kernels import selected_parts as selected_parts_of_pages
 from nsa.ops.paged.pages import Pages
+from nsa.ops.paged.selected_kernels import selected_parts as selected_parts_of_pages
 from nsa.ops.scores.kernels import CANDIDATES
 
 LOGITS_AT_ONCE = 8192  # that a program of `nsa_choose_step` loads, 32 a thread

@@ -1,4 +1,8 @@
-"""A decode step of one layer over pages, by kernels: what is new is stored, then attended to."""
+"""A decode step of one layer over pages, by kernels: what is new is stored, then attended to.
+
+A tile of keys lies within a page, so that it costs one load of an int32. A step of more rows than
+one captured is the same launch: positions and lengths are read on the device.
+"""
 
 from __future__ import annotations
 
@@ -39,28 +43,30 @@ def fits_one_tile(T: int, heads_per_group: int) -> bool:
 
 def append(pages: LayerPages, kv_cmp: KV, kv_sel: KV, kv_win: KV) -> None:
     """Store T tokens a row, each kv [B, T, G, D], those alone that exist (start_B .. seq_lens)."""
-    from nsa.ops.paged import kernels
+    from nsa.ops.paged import append_kernels
 
-    kernels.append(pages, kv_sel, kv_win, kv_cmp)
+    append_kernels.append(pages, kv_sel, kv_win, kv_cmp)
 
 
 def append_means(pages: LayerPages, T: int, *, block: int, stride: int) -> None:
     """Store the means (Eq. 7) of the blocks that this step's T tokens complete; after `append`."""
-    from nsa.ops.paged import kernels
+    from nsa.ops.paged import append_kernels
 
-    kernels.means(pages, T, block=block, stride=stride)
+    append_kernels.means(pages, T, block=block, stride=stride)
 
 
 def attend(q: Tensor, pages: LayerPages, geometry: PagesGeometry) -> tuple[tuple[KV, ...], Tensor]:
     """((o, lse to base 2) of the compressed, the selected and the window branch, the chosen blocks
     int32 [B, T, G, N]) of q [B, T, HQ, D].
     """
-    from nsa.ops.paged import kernels
+    from nsa.ops.paged.choose_kernels import choose
+    from nsa.ops.paged.interval_kernels import interval
+    from nsa.ops.paged.selected_kernels import selected
 
     grid = {"block": geometry.block, "stride": geometry.stride}
     q = q if q.stride(-1) == 1 else q.contiguous()
-    cmp = kernels.interval(q, pages.cmp, pages, **grid, width=None, scale=geometry.scale)
-    blocks = kernels.choose(
+    cmp = interval(q, pages.cmp, pages, **grid, width=None, scale=geometry.scale)
+    blocks = choose(
         q,
         cmp[1],
         pages,
@@ -69,8 +75,8 @@ def attend(q: Tensor, pages: LayerPages, geometry: PagesGeometry) -> tuple[tuple
         forced=geometry.forced,
         scale=geometry.scale,
     )
-    sel = kernels.selected(q, blocks, pages, scale=geometry.scale)
-    win = kernels.interval(
+    sel = selected(q, blocks, pages, scale=geometry.scale)
+    win = interval(
         q, pages.win, pages, block=1, stride=1, width=geometry.window, scale=geometry.scale
     )
     return (cmp, sel, win), blocks

@@ -24,6 +24,7 @@ SETS = (
     "log.every=2",
     "train.eval_every=0",
     "data.workers=1",
+    "log.tensorboard=true",
 )
 
 
@@ -54,6 +55,8 @@ def saved(out: Path, step: int) -> dict[str, object]:
 
 
 def test_a_killed_run_resumes_bit_for_bit(tmp_path: Path) -> None:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
     sound, killed = tmp_path / "sound", tmp_path / "killed"
     whole = start(sound)
     cut = start(killed)
@@ -75,3 +78,6 @@ def test_a_killed_run_resumes_bit_for_bit(tmp_path: Path) -> None:
     assert (last["kind"], last["step"]) == ("done", 40)
     with (killed / "log" / "training.csv").open(encoding="utf-8", newline="") as file:
         assert [int(row["step"]) for row in csv.DictReader(file)] == list(range(2, 41, 2))
+    events = EventAccumulator(str(killed / "log" / "tensorboard"))
+    events.Reload()
+    assert [one.step for one in events.Scalars("loss_nats")] == list(range(2, 41, 2))

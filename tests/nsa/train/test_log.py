@@ -219,6 +219,25 @@ def test_tensorboard_has_every_number_with_its_unit(tmp_path: Path) -> None:
     assert "statistics.branch_share.win" in tags and "rank" not in tags
 
 
+def test_tensorboard_shows_each_step_once(tmp_path: Path) -> None:
+    """A run that was killed after its checkpoint of step 20 trains steps 21 to 40 again."""
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    log = RunLog(tmp_path, 0, tensorboard=True)
+    for step in (10, 20, 21, 30, 40):
+        log.write(record(step=step, loss_nats=3.0))
+    log.close()
+    log = RunLog(tmp_path, 0, tensorboard=True)
+    log.go_on_after(20)
+    for step in (30, 40, 50):
+        log.write(record(step=step, loss_nats=2.0))
+    log.close()
+    events = EventAccumulator(str(tmp_path / "log/tensorboard"))
+    events.Reload()
+    shown = [(one.step, one.value) for one in events.Scalars("loss_nats")]
+    assert shown == [(10, 3.0), (20, 3.0), (30, 2.0), (40, 2.0), (50, 2.0)]
+
+
 def test_without_the_package_tensorboard_the_flag_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

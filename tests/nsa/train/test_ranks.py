@@ -133,7 +133,8 @@ def resumes_in_two(saved: Path, out: Path) -> None:
     assert again.returncode == 0, again.stderr[-3000:]
     assert exit_code(out, 0) == exit_code(out, 1) == TrainExit.OK
     wanted = loader_alone(run_config(out), out)
-    assert len(list(islice(wanted, 2 * 9))) == 18
+    for _ in range(2 * 9):
+        next(wanted)
     last = out / "checkpoints" / "step-00000009"
     states = [extra_of(last, rank)["loader"] for rank in range(2)]
     assert Loader.merge(states) == wanted.state_dict()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import json
 import re
+import shlex
 import shutil
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
@@ -274,6 +275,31 @@ def test_a_history_that_is_not_reached_changes_no_verdict(
     later = f"`perfbench history add {folder} --history 'postgresql://me:***@127.0.0.1:1/gone'`"
     assert line.startswith("perfbench: warning: ") and line.endswith(f"{later} adds it later")
     assert "secret" not in err + out + (folder / "run.jsonl").read_text()
+
+
+def test_the_advice_about_a_run_with_fewer_rows_is_a_command_that_works(
+    bench: Bench, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It was `perfbench history add RUN` without --force, which is refused again."""
+    stored()
+    assert call(capsys, "run", "small.yaml")[0] == 0
+    (run_id,) = run_ids()
+    folder = Path("reports/runs") / run_id
+    path = folder / "run.jsonl"
+    manifest = path.read_bytes().splitlines(keepends=True)[0]
+    path.write_bytes(manifest)  # rows were lost after the run was kept
+    resumed = ("run", "small.yaml", "--only", "seq_len=128", "--resume", str(folder))
+    code, _, err = call(capsys, *resumed)
+    assert code == Exit.FAILED  # LONG is missing
+    (line,) = (one for one in err.splitlines() if "is not in the history" in one)
+    assert "this copy has fewer rows than the one in the history" in line
+    (advice,) = re.findall(r"`(perfbench [^`]*)`", line)
+    assert line.endswith(f"`{advice}` replaces the stored run by this one")
+    code, _, err = call(capsys, *shlex.split(advice)[1:])
+    assert (code, err) == (0, "perfbench: 1 replaced\n")
+    with perfbench.open_history() as history:
+        (long,) = (one for one in history.run(run_id).cells if one.cell_id == LONG)
+        assert long.verdict == "MISSING"
 
 
 def test_from_python_it_is_a_message(bench: Bench) -> None:
