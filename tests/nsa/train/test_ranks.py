@@ -47,7 +47,7 @@ def launched(fault: str, out: Path, *rest: str) -> subprocess.CompletedProcess[s
 def ended_in_time(fault: str, out: Path, began: float, ended: float) -> None:
     """Within its phase's limit and the grace. Polls, stacks and torchrun's own end may take three
     times what torchrun took to start rank 1's parent, the speed of this machine at this time: they
-    took 0.1 to 1 of it.
+    took 0.1 to 1.2 of it.
     """
     started_s = (out / "heartbeat" / "rank1.parent").stat().st_mtime - began
     took_s = ended - (out / "fault").stat().st_mtime
