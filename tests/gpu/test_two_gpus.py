@@ -17,6 +17,7 @@ from tests.gpu.context_ranks import FP64
 from tests.nsa.torchrun import ROOT, found_by_ranks
 
 SCRIPT = Path(__file__).with_name("context_ranks.py")
+COMPRESSED = Path(__file__).with_name("compressed_ranks.py")
 BF16_BOUND = 2.0**-8  # NSA.md, of the largest true value, beyond twice the error of one GPU
 MATRIX = """\
 version: 1
@@ -60,6 +61,19 @@ def test_context_parallelism_by_kernels_is_within_the_bound_of_bf16(
 
 def test_equal_q_and_k_choose_the_blocks_of_one_gpu(context: dict[str, Any]) -> None:
     assert context["bits"] == {"compressed": 0, "blocks": 0}
+
+
+def test_the_trainer_exchanges_gradients_in_bf16(tmp_path: Path) -> None:
+    """Eight steps of two micro-steps: losses stay close to those of whole gradients."""
+    found = found_by_ranks(COMPRESSED, 2, tmp_path / "found.json")
+    whole, compressed = found["off"], found["bf16"]
+    assert compressed["in_bf16"] == 1 and whole["in_bf16"] < 0.5  # rows of bytes that never occur
+    assert len(compressed["losses"]) == 8
+    assert compressed["losses"][0] == pytest.approx(whole["losses"][0], rel=1e-5)
+    assert compressed["losses"] == pytest.approx(whole["losses"], rel=1e-3)
+    assert compressed["losses"][-1] < compressed["losses"][0] - 0.1
+    for one in (whole, compressed):
+        assert one["weights"][0] == one["weights"][1]
 
 
 @pytest.mark.parametrize(

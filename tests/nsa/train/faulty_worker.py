@@ -1,6 +1,7 @@
 """The trainer's process with one planted fault: argv is FAULT OUT [CHECKPOINT].
 
-Faults begin in step 6, so that each run is first a sound one.
+Faults begin in step 6, so that each run is first a sound one. OUT/fault is written as it hangs or
+is killed.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from nsa.model import TinyLM
@@ -29,7 +31,12 @@ FIRST_BAD_STEP = 6
 kept: list[bytearray] = []
 
 
+def begin_fault() -> None:
+    Path(sys.argv[2], "fault").touch()
+
+
 def hang(*args: object, **kwargs: object) -> None:
+    begin_fault()
     time.sleep(3600)
 
 
@@ -104,12 +111,13 @@ def slow_path() -> None:
 def plant(fault: str) -> None:
     simple: dict[str, Callable[[], None]] = {
         "none": lambda: None,
+        "hang in connect": lambda: setattr(dist, "init_process_group", hang),
         "hang in load": lambda: setattr(assemble, "model_of", hang),
         "hang in data": lambda: hang_in_data(),
         "hang in step": lambda: from_bad_step(hang),
         "hang with the gil": lambda: from_bad_step(hold_the_gil),
         "hang in eval": lambda: setattr(observe, "held_out", hang),
-        "hang in save": lambda: setattr(CheckpointStore, "save", hang),
+        "hang in save": lambda: hang_in_second_save(),
         "stop": lambda: from_bad_step(lambda *a: os.kill(os.getpid(), signal.SIGSTOP)),
         "nan": lambda: from_bad_step(with_logits(lambda logits: logits * float("nan"))),
         "zero gradient": lambda: from_bad_step(
@@ -133,7 +141,20 @@ def killed_once_saved(*args: object) -> None:
     last_good, deadline = Path(sys.argv[2], "checkpoints", "last-good"), time.monotonic() + 60
     while not last_good.exists() and time.monotonic() < deadline:
         time.sleep(0.01)
+    begin_fault()
     os.kill(os.getpid(), signal.SIGKILL)
+
+
+def hang_in_second_save() -> None:
+    before, calls = CheckpointStore.save, [0]
+
+    def save(self: CheckpointStore, *args: Any) -> None:
+        calls[0] += 1
+        if calls[0] > 1:
+            hang()
+        before(self, *args)
+
+    CheckpointStore.save = save  # type: ignore[method-assign]
 
 
 def hang_in_data() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import json
 import math
+import random
 import signal
 from collections.abc import Callable
 from dataclasses import replace
@@ -22,7 +23,7 @@ from nsa.train.config import RunConfig
 from nsa.train.errors import TrainError, TrainExit
 from nsa.train.heartbeat import HeartbeatReader
 from nsa.train.loop import Trainer
-from nsa.train.records import Phase
+from nsa.train.records import Batch, Phase
 from nsa.train.step import TrainStep
 
 MODEL = replace(preset("tiny"), dim=32, head_dim=8, num_layers=1)
@@ -182,21 +183,79 @@ def test_every_line_has_the_configs_hash_and_saves_have_one(
     assert [line["step"] for line in lines if line["kind"] == "save"] == [4, 8, 12]
 
 
-def test_held_out_loss_is_that_of_plain_pytorch(run: tuple[Trainer, Path, list[str]]) -> None:
-    trainer, out, _ = run
+@torch.no_grad()
+def plainly(trainer: Trainer, batch: Batch) -> dict[str, float]:
+    """Sums over the labels of ``batch``: nats, right ones, and bytes of the text they decode to."""
+    log_p = trainer.plain_model(batch.ids).double().log_softmax(-1)
+    kept = batch.labels >= 0
+    labels = batch.labels[kept]
+    return {
+        "nats": -float(log_p[kept].gather(-1, labels[:, None]).sum()),
+        "right": int((log_p.argmax(-1)[kept] == labels).sum()),
+        "labels": len(labels),
+        "bytes": len(trainer.tokenizer.decode(labels.tolist()).encode()),
+    }
+
+
+def summed(parts: list[dict[str, float]]) -> dict[str, float]:
+    return {name: sum(one[name] for one in parts) for name in parts[0]}
+
+
+@pytest.fixture(scope="module")
+def subwords(
+    tmp_path_factory: pytest.TempPathFactory,
+) -> tuple[Trainer, Path, list[dict[str, float]]]:
+    """A run whose tokens are no bytes, and what each step's batch is to its model before it."""
+    out = tmp_path_factory.mktemp("subwords")
+    rng = random.Random(0)  # ASCII, which decodes to its bytes wherever a row is cut
+    words = ["".join(rng.choices("etaoinsh", k=rng.randint(1, 9))) for _ in range(60)]
+    (out / "text.txt").write_text("\n".join(" ".join(rng.choices(words, k=9)) for _ in range(500)))
+    config = config_of(
+        data={
+            "kind": "text",
+            "paths": [str(out / "text.txt")],
+            "tokenizer": "bpe",
+            "vocab_size": 384,
+        },
+        train={"steps": 6},
+    )
+    seen: list[dict[str, float]] = []
+    before = Trainer._run_step
+
+    def run_step(self: Trainer, batches: list[Batch]) -> None:
+        seen.append(summed([plainly(self, one) for one in batches]))
+        before(self, batches)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Trainer, "_run_step", run_step)
+        return trained(config, out / "run"), out / "run", seen
+
+
+@pytest.mark.parametrize("tokens", ["bytes", "subwords"])
+def test_held_out_loss_is_that_of_plain_pytorch(
+    tokens: str, request: pytest.FixtureRequest
+) -> None:
+    trainer, out, _ = request.getfixturevalue("run" if tokens == "bytes" else "subwords")
     found = [line for line in log_of(out) if line.get("kind") == "eval"][-1]
     assert trainer._held_out is not None
-    total = labels = right = 0.0
-    for batch in trainer._held_out.batches(2):
-        log_p = trainer.plain_model(batch.ids).double().log_softmax(-1)
-        picked = log_p.gather(-1, batch.labels.clamp(min=0)[..., None])[..., 0]
-        kept = batch.labels >= 0
-        total -= float(picked[kept].detach().sum())
-        labels += int(kept.sum())
-        right += int((log_p.argmax(-1) == batch.labels)[kept].sum())
-    assert found["step"] == 12
-    assert found["loss_nats"] == pytest.approx(total / labels, rel=1e-6)
-    assert found["accuracy_pct"] == pytest.approx(100 * right / labels)
+    total = summed([plainly(trainer, one) for one in trainer._held_out.batches(2)])
+    assert found["step"] == trainer.step_count
+    assert found["loss_nats"] == pytest.approx(total["nats"] / total["labels"], rel=1e-6)
+    assert found["accuracy_pct"] == pytest.approx(100 * total["right"] / total["labels"])
+    bits = total["nats"] / math.log(2) / total["bytes"]
+    assert found["bits_per_byte"] == pytest.approx(bits, rel=1e-6)
+
+
+def test_a_line_has_bits_of_the_bytes_that_its_tokens_stand_for(
+    subwords: tuple[Trainer, Path, list[dict[str, float]]],
+) -> None:
+    _, out, seen = subwords
+    line = steps_of(log_of(out))[-1]
+    total = summed(seen[4:6])  # the steps since the line before
+    assert line["step"] == 6 and total["bytes"] > 1.5 * total["labels"]
+    assert line["loss_nats"] == pytest.approx(total["nats"] / total["labels"], rel=1e-5)
+    bits = total["nats"] / math.log(2) / total["bytes"]
+    assert line["bits_per_byte"] == pytest.approx(bits, rel=1e-5)
 
 
 def test_an_evaluation_is_shown_next_to_the_entropy_of_the_data(

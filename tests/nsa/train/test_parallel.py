@@ -1,4 +1,4 @@
-"""Two processes over gloo against one; and what is refused before a group is made."""
+"""Two and four processes over gloo against one; and what is refused before a group is made."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from nsa.settings import LaunchedPlace
 from nsa.train import parallel
 from nsa.train.config import RunConfig
 from nsa.train.errors import TrainError, TrainExit
-from tests.nsa.torchrun import found_by_ranks
+from tests.nsa.torchrun import found_by_forks
 
-SCRIPT = Path(__file__).with_name("two_ranks.py")
+SCRIPT = Path(__file__).with_name("parallel_ranks.py")
 
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     out = tmp_path_factory.mktemp("ranks") / "found.json"
-    loaded: dict[str, Any] = found_by_ranks(SCRIPT, 2, out)
+    loaded: dict[str, Any] = found_by_forks(SCRIPT, out)
     return loaded
 
 
@@ -41,7 +41,37 @@ def test_each_label_of_packed_documents_counts_alike(found: dict[str, Any], kind
     assert found[f"{kind}, documents"]["error"] < 1e-5
 
 
+def test_four_ranks_in_two_copies_are_one_process_with_all_batches(found: dict[str, Any]) -> None:
+    """A 2 x 2 mesh: gradients are summed over halves of the weights and over both copies. A sum of
+    eight gradients rounds more than one of four.
+    """
+    four = found["hsdp, replicated"]
+    assert four["error"] < 2e-5
+    assert four["mesh"] == [2, 2] and found["hsdp"]["mesh"] == [1, 2]
+    assert four["local_elements"] == four["elements"] / 2
+
+
 @pytest.mark.parametrize("kind", KINDS)
+def test_gradients_are_exchanged_once_a_step(found: dict[str, Any], kind: str) -> None:
+    """Of two micro-steps the first one's stay on their rank; DDP is told of nothing else."""
+    once = [True] if kind.startswith("ddp") else [True, False]
+    assert found[kind]["local_micro_steps"] == [once] * 3
+
+
+def test_buckets_have_the_size_that_is_asked_for(found: dict[str, Any]) -> None:
+    assert found["ddp"]["bucket_bytes"] == 25 * 2**20
+    assert found["ddp, small buckets"]["bucket_bytes"] == 2**20
+
+
+def test_compressed_gradients_are_those_of_bf16(found: dict[str, Any]) -> None:
+    """Where gloo takes bf16, the hook of NCCL runs here; that it does over NCCL is a GPU's test."""
+    compressed, whole = found["ddp, compressed"], found["ddp"]
+    assert compressed["in_bf16"] == 1 and whole["in_bf16"] < 0.01
+    assert compressed["loss_nats"] == pytest.approx(whole["loss_nats"], rel=1e-3)
+    assert compressed["gradient_norm"] == pytest.approx(whole["gradient_norm"], rel=1e-2)
+
+
+@pytest.mark.parametrize("kind", [*KINDS, "ddp, compressed", "hsdp, replicated"])
 def test_a_loss_that_is_not_finite_on_one_rank_changes_nothing_on_any(
     found: dict[str, Any], kind: str
 ) -> None:
