@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import torch.distributed as dist
 from torch._C import _distributed_c10d
 
+from nsa.train.errors import TrainError
 from nsa.train.parallel import TrainWorld
 from nsa.train.watchdog import read_halt
 
@@ -26,24 +27,33 @@ def trace_path(out: Path, rank: int) -> Path:
 
 @contextmanager
 def recorded(out: Path, world: TrainWorld) -> Iterator[None]:
-    """Meanwhile a halt of the run has the last collectives of this rank written as JSON, by
-    PyTorch's flight recorder (the newest 2,000: TORCH_FR_BUFFER_SIZE).
+    """Meanwhile a halt of the run, or an error that ends this rank, has its last collectives
+    written as JSON, by PyTorch's flight recorder (the newest 2,000: TORCH_FR_BUFFER_SIZE).
     """
     over = threading.Event()
     if world.size == 1:
         yield
         return
 
+    def keep() -> None:
+        trace_path(out, world.rank).write_bytes(_dump(dist.get_backend())())
+
     def wait_for_halt() -> None:
         while not over.wait(POLL_S):
             if read_halt(out) is not None:
-                trace_path(out, world.rank).write_bytes(_dump(dist.get_backend())())
+                keep()
                 return
 
     thread = threading.Thread(target=wait_for_halt, name="flight recorder", daemon=True)
     thread.start()
     try:
         yield
+    except (RuntimeError, TrainError):  # of another rank's death gloo is faster than its halt
+        over.set()
+        thread.join()
+        with suppress(OSError):  # a full disk must not hide the error
+            keep()
+        raise
     finally:
         over.set()
         thread.join()
