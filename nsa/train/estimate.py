@@ -57,6 +57,7 @@ class Estimate:
     """
 
     device_name: str
+    batch: int
     parameters: Mapping[str, int]
     memory_bytes: Mapping[str, int]
     activation_bytes: tuple[int, ...]
@@ -101,6 +102,8 @@ class Estimate:
             rows.append(("time of all steps", NOT_MEASURED))
         else:
             shape = f"{self.speed.batch} x {self.speed.seq_len:,} tokens"
+            if self.speed.batch != self.batch:
+                shape += f", not measured at batch {self.batch},"
             speed = f"{self.speed.tok_per_s:,} tok/s of {shape} on one {self.speed.device}"
             rows.append(
                 ("time of all steps", f"{duration(self.eta_s)} at {speed} ({self.speed.source})")
@@ -123,6 +126,7 @@ def estimate(config: RunConfig, where: Capability, *, card_bytes: int | None = N
     parameters = count_parameters(config.model, attention=train.attention)
     return Estimate(
         device_name=where.device_name,
+        batch=train.batch,
         parameters=parameters,
         memory_bytes=memory,
         activation_bytes=layers,

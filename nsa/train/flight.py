@@ -25,6 +25,11 @@ def trace_path(out: Path, rank: int) -> Path:
     return out / "stacks" / f"rank{rank}.flight.json"
 
 
+def gloo_path(out: Path, rank: int) -> Path:
+    """Next to it under NCCL: what the rank sent by gloo, which is how checkpoints agree."""
+    return out / "stacks" / f"rank{rank}.gloo-flight.json"
+
+
 @contextmanager
 def recorded(out: Path, world: TrainWorld) -> Iterator[None]:
     """Meanwhile a halt of the run, or an error that ends this rank, has its last collectives
@@ -36,7 +41,10 @@ def recorded(out: Path, world: TrainWorld) -> Iterator[None]:
         return
 
     def keep() -> None:
-        trace_path(out, world.rank).write_bytes(_dump(dist.get_backend())())
+        dump = _dump(dist.get_backend())
+        trace_path(out, world.rank).write_bytes(dump())
+        if (gloo := _dump("gloo")) is not dump:
+            gloo_path(out, world.rank).write_bytes(gloo())
 
     def wait_for_halt() -> None:
         while not over.wait(POLL_S):
@@ -68,4 +76,8 @@ def _dump(backend: str) -> Callable[[], bytes]:
         found: Callable[[], bytes] | None = getattr(_distributed_c10d, name, None)
         if found is not None:
             return found
-    return lambda: b'{"entries": [], "missing": "this torch has no flight recorder"}'
+    return _missing
+
+
+def _missing() -> bytes:
+    return b'{"entries": [], "missing": "this torch has no flight recorder"}'

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 from nsa.installing import pip_install
 from nsa.train.errors import TrainError, TrainExit
+from nsa.train.event_files import keep_up_to
 from nsa.train.records import StepRecord
 
 if TYPE_CHECKING:
@@ -157,25 +158,23 @@ class _Appending:
 
 
 class _Board:
-    """TensorBoard's files in ``folder``: a new one each time that a run starts.
-
-    It is made with the first record, once `go_on_after` has said where the run goes on.
+    """TensorBoard's files in ``folder``: a new one each time that a run starts, made with the first
+    record.
     """
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         self._class = _summary_writer()
         self._writer: SummaryWriter | None = None
-        self._purge_step: int | None = None
 
     def go_on_after(self, step: int) -> None:
-        """Before the first record: later steps in the older files are not shown."""
+        """Before the first record: later steps leave the older files."""
         assert self._writer is None
-        self._purge_step = step + 1  # the first one that is purged
+        keep_up_to(step, self._folder)
 
     def write(self, step: int, numbers: list[tuple[str, float]]) -> None:
         if self._writer is None:
-            self._writer = self._class(str(self._folder), purge_step=self._purge_step)
+            self._writer = self._class(str(self._folder))
         for name, number in numbers:
             self._writer.add_scalar(name, number, step)
 

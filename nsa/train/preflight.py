@@ -14,13 +14,13 @@ def check(config: RunConfig, where: Capability) -> None:
     or NCCL that is not ``where`` the run would take place, DATA for files that are not there.
     """
     resolved_kind(config, settings.launched_place())
-    backend_on(config, "cpu" if config.train.device == "cpu" else where.device)
     if config.train.device == "cuda" and where.device != "cuda":
         raise TrainError(
             TrainExit.DEVICE,
             "train.device=cuda where torch finds no GPU; wanted one; look at nvidia-smi and"
             " CUDA_VISIBLE_DEVICES, or --set train.device=cpu",
         )
+    backend_on(config, "cpu" if config.train.device == "cpu" else where.device)
     if config.data.kind in ("text", "parquet"):
         from nsa.train.data.paths import list_files
 

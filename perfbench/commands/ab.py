@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from perfbench.commands import options as opt
@@ -31,7 +32,13 @@ def ab(
     from perfbench.commands.names import named_cells
     from perfbench.commands.outcome import finish
     from perfbench.matrix import load_matrix
-    from perfbench.runner import PairSpec, checked_out, measure_pair, new_pair_folder
+    from perfbench.runner import (
+        PairSpec,
+        checked_out,
+        held_cards,
+        measure_pair,
+        new_pair_folder,
+    )
     from perfbench.tracing import TracedPair, trace_on_red
 
     budget_s = opt.seconds(budget)
@@ -52,16 +59,18 @@ def ab(
         named_cells(loaded, inject, "@"),
         budget_s,
     )
-    with (
-        checked_out(rev_a, context.repository) as a,
-        checked_out(rev_b, context.repository) as b,
-    ):
-        folder = resume or new_pair_folder(out, context.environment, b.source.commit)
-        found = measure_pair(spec, (a, b), context, folder, resume=resume is not None)
-    outcome = judge_pair(found.base, found.candidate, found.folder, strict)
-    bases = dict.fromkeys((cell.cell_id for cell in outcome.judgement.cells), rev_a)
-    traced = TracedPair(found.candidate, loaded, context, bases, rev_b)
-    trace_on_red(outcome.judgement, traced, found.folder)
+    with held_cards(context.fit) as fit:
+        context = replace(context, fit=fit)
+        with (
+            checked_out(rev_a, context.repository) as a,
+            checked_out(rev_b, context.repository) as b,
+        ):
+            folder = resume or new_pair_folder(out, context.environment, b.source.commit)
+            found = measure_pair(spec, (a, b), context, folder, resume=resume is not None)
+        outcome = judge_pair(found.base, found.candidate, found.folder, strict)
+        bases = dict.fromkeys((cell.cell_id for cell in outcome.judgement.cells), rev_a)
+        traced = TracedPair(found.candidate, loaded, context, bases, rev_b)
+        trace_on_red(outcome.judgement, traced, found.folder)
     finish(outcome, as_json)
 
 

@@ -106,7 +106,7 @@ def trace_on_red(
     Empty where neither is.
 
     Never raises for what a side, the machine or the disk does; the TraceDiff records it. Ctrl-C
-    ends the tracing and leaves the verdict. The GPU's lock must be free.
+    ends the tracing and leaves the verdict. The GPU's lock is free, or held by ``context.fit``.
     """
     found = _worst_first(judgement, pair.base)
     if not found:

@@ -20,6 +20,7 @@ def marked_sides(
     fit: TargetFit, versions: Sequence[checkout.Checkout]
 ) -> Iterator[tuple[FakeSide, ...]]:
     """Executors whose speed is that of nsa/marker.py in each version."""
+    assert fit.held, "another perfbench could take the card between two commits"
     yield tuple(FakeSide(one.name, _marked(one), []) for one in versions)
 
 

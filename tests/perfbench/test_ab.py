@@ -213,6 +213,7 @@ def test_a_server_whose_version_is_no_package_refuses_to_start(
 
 def test_nothing_is_timed_before_both_servers_are_ready(bench: Bench) -> None:
     assert bench.run("ab", "HEAD~1", "HEAD", "small.yaml", "--pairs", "4") == 0
+    assert bench.held == [True]  # to the trace's end no other perfbench has the card
     assert bench.log[:4] == [
         ("a", "block", -1),
         ("b", "block", -1),

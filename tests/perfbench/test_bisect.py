@@ -19,6 +19,7 @@ from perfbench.runner.ab import schedule
 from perfbench.runner.ab.bisect import Ending, find_first_bad
 from perfbench.runner.ab.commits import Commit, CommitRange, commits_between, touching
 from perfbench.runner.ab.halving import Halving
+from perfbench.tracing import Tracing
 from tests.perfbench import repositories
 from tests.perfbench.ab_bench import LONG, MATRIX, SHORT
 from tests.perfbench.bisect_bench import marked_plan, marked_sides
@@ -260,9 +261,12 @@ def here(
     Path("small.yaml").write_text(MATRIX, encoding="utf-8")
     monkeypatch.setattr(schedule, "prepared_versions", marked_sides)
     monkeypatch.setattr(schedule, "plan_of_version", marked_plan)
-    monkeypatch.setattr(
-        "perfbench.tracing.trace_side", lambda version, cells, tracing: no_trace(cells)
-    )
+
+    def traced(version: object, cells: list[str], tracing: Tracing) -> dict[str, object]:
+        assert tracing.context.fit.held
+        return no_trace(cells)
+
+    monkeypatch.setattr("perfbench.tracing.trace_side", traced)
     random.seed(5)
     return history[1]
 

@@ -470,7 +470,7 @@ def test_estimate_prints_a_table_or_json_and_trains_nothing(
     assert cli.invoke([config, "--estimate", "--gpu", "h200"]) == 0
     table = capsys.readouterr().out
     assert "parameters                 78,373,632" in table
-    assert "at 438,771 tok/s on one NVIDIA H200" in table
+    assert "at 438,771 tok/s of 8 x 2,048 tokens on one NVIDIA H200" in table
     assert cli.invoke([config, "--estimate", "--gpu", "h200", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert found["estimate"]["num_parameters"] == 78_373_632

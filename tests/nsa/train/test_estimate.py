@@ -231,7 +231,8 @@ def test_time_is_that_of_a_published_speed_alone() -> None:
     )
     more = estimate.estimate(replace(config, train=replace(config.train, batch=16)), H200)
     assert more.eta_s == pytest.approx(1000 * 2 * 16 * 2048 / 438_771)
-    assert any("of 8 x 2,048 tokens" in value for _, value in more.rows())
+    shape = "of 8 x 2,048 tokens, not measured at batch 16, on one"
+    assert any(shape in value for _, value in more.rows())
     unknown = estimate.estimate(replace(config, model=TINY), H200)
     assert unknown.eta_s is None
     assert ("time of all steps", estimate.NOT_MEASURED) in unknown.rows()

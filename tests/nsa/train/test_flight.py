@@ -44,3 +44,8 @@ def test_a_halt_keeps_the_trace_of_the_backend(
                 break
             flight.threading.Event().wait(0.01)
     assert path.read_bytes() == wanted
+    other = flight.gloo_path(tmp_path, 1)
+    if backend == "nccl" and len(dumps) == 2:  # checkpoints agree by gloo
+        assert other.read_bytes() == b"_dump_fr_trace_json"
+    else:
+        assert not other.exists()
