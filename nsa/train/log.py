@@ -96,8 +96,8 @@ class RunLog:
         self._lines.write(_json_line({"kind": kind, **values}))
 
     def go_on_after(self, step: int) -> None:
-        """Cut later steps off training.csv, which the run that goes on after ``step`` trains again;
-        TensorBoard does not show what its files have of them.
+        """Cut later steps off training.csv, which the run that goes on after ``step`` trains again,
+        and off TensorBoard's files.
 
         The lines of JSON keep both, and an event between them.
         """

@@ -105,13 +105,18 @@ def reference(world: TrainWorld, batch: Callable[[int, int, int], Batch]) -> nn.
 
 
 def spied(model: nn.Module) -> list[bool]:
-    """A list that each micro-step adds to whether its gradients stay on their rank; DDP is told of
+    """A list that each micro-batch adds to whether its gradients stay on their rank; DDP is told of
     those that do alone, FSDP of every one.
     """
     kept_local: list[bool] = []
     if isinstance(model, DistributedDataParallel):
         no_sync = model.no_sync
-        model.no_sync = lambda: (kept_local.append(True), no_sync())[1]  # type: ignore[method-assign]
+
+        def noted() -> Any:
+            kept_local.append(True)
+            return no_sync()
+
+        model.no_sync = noted  # type: ignore[method-assign]
     elif isinstance(model, FSDPModule):
         sync = model.set_requires_gradient_sync
         model.set_requires_gradient_sync = lambda on: (  # type: ignore[method-assign]

@@ -53,7 +53,7 @@ def test_four_ranks_in_two_copies_are_one_process_with_all_batches(found: dict[s
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_gradients_are_exchanged_once_a_step(found: dict[str, Any], kind: str) -> None:
-    """Of two micro-steps the first one's stay on their rank; DDP is told of nothing else."""
+    """Of two micro-batches the first one's stay on their rank; DDP is told of nothing else."""
     once = [True] if kind.startswith("ddp") else [True, False]
     assert found[kind]["local_micro_steps"] == [once] * 3
 
