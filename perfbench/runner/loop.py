@@ -37,6 +37,11 @@ class Budget:
         """``budget_s`` from this moment on; None is no limit."""
         return cls(None if budget_s is None else now() + budget_s, now)
 
+    @property
+    def left_s(self) -> float:
+        """Infinite without a limit."""
+        return float("inf") if self.deadline is None else self.deadline - self.now()
+
     def check(self, ahead_s: float = 0.0) -> None:
         """BudgetSpent where nothing may start ``ahead_s`` seconds from now."""
         if self.deadline is not None and self.now() + ahead_s >= self.deadline:

@@ -311,6 +311,36 @@ def test_the_budget_is_for_the_whole_confirmation(
     assert str(reported).count(confirm.SPENT) == (len(budgets) < 3)
 
 
+@pytest.mark.parametrize(("budget", "num_cells"), [([], 2), (["--budget", "20s"], 1)])
+def test_a_budget_too_small_for_all_lets_the_worst_cell_reach_its_look(
+    slow: Bench, budget: list[str], num_cells: int
+) -> None:
+    """The servers of four pairs alone are expected to take 24 s. What is measured first is one
+    cell's four pairs, not two pairs of each, after which neither is judged.
+    """
+    assert slow.run("check", "small.yaml", *budget) == 3
+    measured = [cell_id for _, cell_id, pair_number in slow.log if pair_number >= 0]
+    assert len(set(measured[: 2 * 4])) == num_cells
+    assert set(measured) == {SHORT, LONG}
+
+
+@pytest.mark.parametrize(
+    ("left_s", "size"),
+    [(float("inf"), 12), (4 * (6 + 12 * 10), 12), (4 * (6 + 12 * 10) - 1, 11), (65, 1), (0, 1)],
+)
+def test_as_many_cells_are_measured_together_as_reach_their_look(left_s: float, size: int) -> None:
+    """Four pairs of 10 s each, and 6 s of servers for each pair of all of them."""
+    cells = [f"cell {n}" for n in range(20)]
+    assert schedule.group_size(dict.fromkeys(cells, 4), dict.fromkeys(cells, 10.0), left_s) == size
+
+
+def test_a_cell_that_lacks_little_leaves_room_for_the_next() -> None:
+    lacks = {"one of four pairs is missing": 1, "all are": 4}
+    pair_s = dict.fromkeys(lacks, 10.0)
+    assert schedule.group_size(lacks, pair_s, 10 + 40 + 4 * 6) == 2
+    assert schedule.group_size(lacks, pair_s, 10 + 40 + 4 * 6 - 1) == 1
+
+
 def settled(first: Any, measured: list[confirmation.MeasuredPairs], reasons: dict[str, str]) -> Any:
     return confirmation.confirm_all(first, measured, GatePolicy(), reasons)
 

@@ -33,9 +33,8 @@ from perfbench.matrix import Matrix, Policies, policies
 from perfbench.records import ConfirmationPlan, Status, TrainedBlocks, whole_file
 from perfbench.runner.ab.checkout import CannotBuild, checked_out
 from perfbench.runner.ab.commits import Commit
-from perfbench.runner.ab.confirm import SERVER_S
 from perfbench.runner.ab.pair import Pair, PairSpec, is_pair, read_pair
-from perfbench.runner.ab.schedule import measure_pair
+from perfbench.runner.ab.schedule import SERVER_S, measure_pair
 from perfbench.runner.context import MeasuringContext
 
 if TYPE_CHECKING:

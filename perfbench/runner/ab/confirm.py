@@ -25,12 +25,11 @@ from perfbench.matrix import policies as matrix_policies
 from perfbench.records import Baseline, BaselineProblem, Run, Status, without_resume
 from perfbench.runner.ab.checkout import CannotBuild, checked_out, is_commit, own_checkout
 from perfbench.runner.ab.pair import Pair, PairSpec, is_pair, read_pair
-from perfbench.runner.ab.schedule import measure_pair
+from perfbench.runner.ab.schedule import SERVER_S, measure_pair
 from perfbench.runner.context import MeasuringContext
 
 CONFIRM_FOLDER = "confirm"
 LEAST_COMMIT_CHARS = 7  # git's own abbreviation
-SERVER_S = 6.0  # both servers import torch
 UNKNOWN = (
     "the baseline knows no commit of this cell, or one with uncommitted changes; promote a run of a"
     " clean checkout"
@@ -110,10 +109,10 @@ def confirm_cells(
     ``spec.policies`` say; what an earlier invocation measured stays and is completed by its own
     plan.
 
-    ``spec.only`` is replaced by those cells; ``spec.budget_s`` is for all of them together, in
-    seconds of ``now``. Never raises for a base that cannot be built: its cells are missing from the
-    result, with the reason. INTERRUPTED after Ctrl-C, INTERNAL where a side did not run its own
-    code, USAGE where what an earlier invocation left is damaged.
+    ``spec.only`` and ``spec.pair_s`` are replaced by those cells'; ``spec.budget_s`` is for all of
+    them together, in seconds of ``now``. Never raises for a base that cannot be built: its cells
+    are missing from the result, with the reason. INTERRUPTED after Ctrl-C, INTERNAL where a side
+    did not run its own code, USAGE where what an earlier invocation left is damaged.
     """
     assert spec.plan is not None
     plan, policies = spec.plan, spec.policies or matrix_policies(spec.matrix)
@@ -171,14 +170,11 @@ def stored_confirmation(folder: Path, commits: Commits, policies: Policies) -> C
 
 def announcement(run: Run, cells: Sequence[str], commit: str, looks: Sequence[int]) -> str:
     """What happens next and about how long it takes, from this run's own replicates."""
-    each_s = sum(
-        median([row.wall_s for row in run.of_cell(cell_id) if row.status is Status.OK] or [0.0])
-        for cell_id in cells
-    )
+    each_s = sum(_pair_s(run, cells).values())
 
     def minutes(pairs: int) -> float:
         starts = sum(has_fresh_servers(pair) for pair in range(pairs))
-        return max((2 * each_s * pairs + SERVER_S * starts) / 60, 0.1)
+        return max((each_s * pairs + SERVER_S * starts) / 60, 0.1)
 
     counted = (
         f"{len(cells)} cell{'s are' if len(cells) > 1 else ' is'} not proved as fast as the"
@@ -189,6 +185,15 @@ def announcement(run: Run, cells: Sequence[str], commit: str, looks: Sequence[in
         f" (about {minutes(looks[0]):.1f} minutes), then more of those that are not"
         f" settled, {looks[-1]} at most ({minutes(looks[-1]):.1f} minutes)"
     )
+
+
+def _pair_s(run: Run, cells: Sequence[str]) -> dict[str, float]:
+    """About how long one pair of each cell takes, from the run's own replicates."""
+    walls = {
+        cell_id: [row.wall_s for row in run.of_cell(cell_id) if row.status is Status.OK]
+        for cell_id in cells
+    }
+    return {cell_id: 2 * median(wall_s or [0.0]) for cell_id, wall_s in walls.items()}
 
 
 def _shown(cells: Sequence[str]) -> str:
@@ -271,7 +276,14 @@ def _finish(
                 run,
                 place,
                 commit,
-                replace(spec, only=only, injections=injections, name=name, plan=plan),
+                replace(
+                    spec,
+                    only=only,
+                    injections=injections,
+                    name=name,
+                    plan=plan,
+                    pair_s=_pair_s(run, place.cells),
+                ),
                 context,
             ),
             "",

@@ -7,7 +7,7 @@ Replicate r of a is to be compared with replicate r of b: they were measured one
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
@@ -63,7 +63,7 @@ class PairSpec:
     ``pairs`` of each cell, at most, where a ``plan`` looks at them before the last. ``name`` begins
     the ids of both runs, and no other pair may have it; by default the name of the pair's folder.
     ``looks``: how many pairs each planned cell must have at its next look, by the gate's rule
-    unless a caller has one of its own.
+    unless a caller has one of its own. ``pair_s``: cell -> about how long one pair takes.
     """
 
     matrix: Matrix
@@ -77,6 +77,7 @@ class PairSpec:
     plan: ConfirmationPlan | None = None
     policies: Policies | None = None  # that settle a planned cell; the matrix's by default
     looks: Callable[[MeasuredPairs, Policies], dict[str, int]] = next_looks
+    pair_s: Mapping[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)

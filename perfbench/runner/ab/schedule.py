@@ -3,7 +3,8 @@ the other.
 
 Pair by pair, each cell once for each side, the two adjacent in time; which side is first is said by
 `gate.base_first`, four pairs a block. The cells of a confirmation are measured in groups, the worst
-first, look by look until they are settled. Both servers stay alive, and only one child works at a
+first, look by look until they are settled; a budget makes a group smaller, so that its cells reach
+a look. Both servers stay alive, and only one child works at a
 time; an idle server has never touched CUDA. No sentinels: the other side is the sentinel. A pair is
 a folder with two ordinary run files, ``a/run.jsonl`` and ``b/run.jsonl``.
 """
@@ -25,7 +26,7 @@ from perfbench.gate import (
     interrupted_between,
 )
 from perfbench.matrix import policies, step_folder
-from perfbench.records import PlannedCell, Replicate, Status, without_resume
+from perfbench.records import PlannedCell, Replicate, Run, Status, without_resume
 from perfbench.runner.ab import pair
 from perfbench.runner.ab.checkout import Checkout
 from perfbench.runner.ab.pair import Pair, PairSpec, is_pair
@@ -40,6 +41,7 @@ from perfbench.runner.recorder import Recorder
 from perfbench.runner.run import parse_injection
 
 GROUP = 12  # cells of a confirmation that are measured together: they share the servers' starts
+SERVER_S = 6.0  # of both servers, which import torch
 
 
 def measure_pair(
@@ -154,12 +156,46 @@ def _measure(
         return
     waiting = [cell_id for cell_id in manifest.confirmation.cells if cell_id in planned]
     while waiting:
-        group, waiting = waiting[:GROUP], waiting[GROUP:]
+        group, waiting = _group(folder, waiting, spec, budget.left_s)
         while wanted := _wanted(folder, group, spec):
             if measure_all(PairSchedule(folder, a, b, wanted), progress, budget):
                 return
             if _wanted(folder, group, spec) == wanted:
                 break  # its rows do not count, and are not measured again
+
+
+def _group(
+    folder: Path, waiting: Sequence[str], spec: PairSpec, left_s: float
+) -> tuple[list[str], list[str]]:
+    """The cells that are measured next, and those after them; settled ones are in neither."""
+    found = pair.read_pair(folder)
+    done = {
+        cell_id: min(_num_pairs(side, cell_id) for side in (found.base, found.candidate))
+        for cell_id in waiting
+    }
+    lacks = {
+        cell_id: pairs - done[cell_id] for cell_id, pairs in _wanted(folder, waiting, spec).items()
+    }
+    size = group_size(lacks, spec.pair_s, left_s)
+    return [*lacks][:size], [*lacks][size:]
+
+
+def _num_pairs(side: Run, cell_id: str) -> int:
+    return len({row.replicate for row in side.of_cell(cell_id)})
+
+
+def group_size(lacks: Mapping[str, int], pair_s: Mapping[str, float], left_s: float) -> int:
+    """How many of the next cells are measured together: GROUP, or as many as get the pairs that
+    they lack for a look in ``left_s`` seconds, since a cell that is cut short of it is judged by
+    none; one at least.
+    """
+    spent_s, most = 0.0, 0
+    for size, (cell_id, pairs) in enumerate(list(lacks.items())[:GROUP]):
+        spent_s += pairs * pair_s.get(cell_id, 0.0)
+        most = max(most, pairs)
+        if size and spent_s + most * SERVER_S > left_s:
+            return size
+    return min(GROUP, len(lacks))
 
 
 def _wanted(folder: Path, group: Sequence[str], spec: PairSpec) -> dict[str, int]:
