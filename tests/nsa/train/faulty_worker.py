@@ -28,7 +28,7 @@ from nsa.train.records import Phase
 from nsa.train.step import TrainStep
 
 FIRST_BAD_STEP = 6
-kept: list[bytearray] = []
+kept: list[bytes] = []
 
 
 def begin_fault() -> None:
@@ -128,7 +128,7 @@ def plant(fault: str) -> None:
         "below the floor": leaked_labels,
         "slow path": slow_path,
         "slow": lambda: from_bad_step(lambda *a: time.sleep(0.5), first=60),
-        "memory creep": lambda: from_bad_step(lambda *a: kept.append(bytearray(b"x" * 2**26))),
+        "memory creep": lambda: from_bad_step(lambda *a: kept.append(b"x" * 2**22)),
         "killed": lambda: from_bad_step(killed_once_saved),
         "segfault": lambda: from_bad_step(lambda *a: os.kill(os.getpid(), signal.SIGSEGV)),
         "ends early": lambda: from_bad_step(lambda *a: os._exit(0)),

@@ -20,6 +20,8 @@ WORKER = Path(__file__).with_name("faulty_worker.py")
 ROOT = Path(__file__).parents[3]
 MODEL = replace(preset("tiny"), dim=32, head_dim=8, num_layers=1)
 STALL_S = 2.0
+# Growth is over sooner than by the 50 % of the default, for which the machine has to find 1 GiB.
+CREEP = {"watchdog": {"memory_creep_pct": 25.0}}
 
 
 def config_of(out: Path, **sections: dict[str, Any]) -> RunConfig:
@@ -104,7 +106,7 @@ def test_a_hang_ends_with_stacks_and_a_checkpoint(
         ("below the floor", "below_floor", {}),
         ("slow path", "slow_path", {}),
         ("slow", "speed_collapse", {"watchdog": {"slow_lines": 3}}),
-        ("memory creep", "memory_creep", {}),
+        ("memory creep", "memory_creep", {"train": {"steps": 200}, **CREEP}),
     ],
 )
 def test_what_is_unhealthy_ends_the_run(
