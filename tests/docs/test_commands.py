@@ -7,6 +7,7 @@ minutes is parsed by the command line's own parser, so that a renamed option is 
 from __future__ import annotations
 
 import ast
+import functools
 import importlib.util
 import re
 import subprocess
@@ -102,6 +103,7 @@ def run(command: str, folder: Path) -> subprocess.CompletedProcess[str]:
     )
 
 
+@functools.cache
 def apps() -> dict[str, App]:
     """The command lines by name."""
     return {
@@ -209,11 +211,17 @@ def test_commands_of_blocks_exist(command: str) -> None:
 def test_commands_in_text_exist(span: str) -> None:
     """`perfbench ...`, `python -m ...`, `nox ...` and options alone, as in a table."""
     if span.startswith("--"):
-        known = {"--help"} | {option for app in apps().values() for option in options_of(app)}
+        known = {"--help"} | options_of_all()
         assert span.split()[0] in known, f"no command has {span}"
         return
     for call in calls_of(span):
         check_call(call, whole=False)
+
+
+@functools.cache
+def options_of_all() -> frozenset[str]:
+    """Every `--option` of every command line."""
+    return frozenset(option for app in apps().values() for option in options_of(app))
 
 
 def options_of(app: App) -> set[str]:
