@@ -11,7 +11,9 @@ import math
 import pathlib
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass
+from copy import deepcopy
+from dataclasses import dataclass, replace
+from functools import lru_cache
 from typing import Any, NoReturn
 
 from ruamel.yaml import YAML
@@ -106,6 +108,13 @@ def parse(text: str, path: str) -> Document:
     """Parse one YAML document whose top is a mapping; PerfbenchError gives file and line of what is
     wrong.
     """
+    parsed = _parsed(text, path)
+    return replace(parsed, data=deepcopy(parsed.data), lines=dict(parsed.lines))
+
+
+@lru_cache(maxsize=8)
+def _parsed(text: str, path: str) -> Document:
+    """Remembered, since a command parses the matrix of a run several times."""
     if found := _DIRECTIVE.search(text):
         fail(
             path,

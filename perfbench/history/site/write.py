@@ -448,6 +448,7 @@ def _templates() -> jinja2.Environment:
         ) from None
     made = jinja2.Environment(
         loader=jinja2.PackageLoader("perfbench.history.site", "pages"),
+        auto_reload=False,  # else it looks at the file before each of thousands of pages
         autoescape=True,
         undefined=jinja2.StrictUndefined,
         trim_blocks=True,
