@@ -4,6 +4,7 @@ eager.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
@@ -23,6 +24,18 @@ LENGTHS = (65, 80, 101, 240, 1024)
 PATHS = [path for path in FAST_PATHS if path is not Path.TRITON]
 
 pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+@pytest.fixture
+def no_cache_of_shapes() -> Iterator[None]:
+    """torch remembers what each operator makes of its inputs' shapes, and hardly any call here
+    repeats another's: without it an export takes a quarter less. The tests that do not ask for
+    this export as a user does.
+    """
+    import torch._dynamo
+
+    with torch._dynamo.config.patch(fake_tensor_cache_enabled=False):
+        yield
 
 
 def layer(path: str, config: NSAConfig = SMALL) -> NSAAttention:
@@ -48,6 +61,7 @@ def test_one_program_of_a_layer_serves_every_length(path: Path, strict: bool) ->
     assert_equal_at_every_length(program, model)
 
 
+@pytest.mark.usefixtures("no_cache_of_shapes")
 @pytest.mark.parametrize(
     "config",
     [
@@ -64,6 +78,7 @@ def test_other_configs_export_too(config: NSAConfig) -> None:
     assert_equal_at_every_length(exported(model, randn(1, 200, 32, seed=0)), model)
 
 
+@pytest.mark.usefixtures("no_cache_of_shapes")
 @pytest.mark.parametrize("path", PATHS)
 def test_a_batch_of_two(path: Path) -> None:
     model = layer(path)
@@ -71,6 +86,7 @@ def test_a_batch_of_two(path: Path) -> None:
     assert_equal_at_every_length(program, model, batch=2)
 
 
+@pytest.mark.usefixtures("no_cache_of_shapes")
 def test_the_functional_form_and_a_model() -> None:
     class Functional(nn.Module):
         def forward(self, x: Tensor) -> Tensor:
