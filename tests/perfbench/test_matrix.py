@@ -10,7 +10,7 @@ from nsa import routing
 from nsa.config import preset
 from perfbench.errors import Exit, PerfbenchError
 from perfbench.matrix import matrix as matrices
-from perfbench.matrix import matrix_schema
+from perfbench.matrix import matrix_schema, strict_yaml
 from perfbench.records import AXES, BUILT_IN, Cell, torch_dtype_name
 from tests import effort
 from tests.perfbench.matrix_text import VALID, edited, parse
@@ -403,3 +403,15 @@ def test_the_schema_knows_overrides_aliases_and_sentinels() -> None:
     assert schema["properties"]["sentinels"]["items"] == {
         "enum": ["gemm", "copy", "sdpa_frozen", "all_reduce"]
     }
+
+
+def test_what_a_caller_changes_in_a_document_is_not_what_the_next_one_gets() -> None:
+    """A text that was parsed before is not parsed again."""
+    first = strict_yaml.parse("axes:\n  batch: [1]\n", "a.yaml")
+    first.data["axes"]["batch"].append(2)
+    first.lines.clear()
+    second = strict_yaml.parse("axes:\n  batch: [1]\n", "a.yaml")
+    assert second.data == {"axes": {"batch": [1]}} and second.line(("axes", "batch")) == 2
+    other = strict_yaml.parse("axes:\n  batch: [1]\n", "b.yaml")
+    with pytest.raises(PerfbenchError, match=r"^b\.yaml:2: axes\.batch: no"):
+        other.fail(("axes", "batch"), "no")
