@@ -7,8 +7,6 @@ With ``--nsa FOLDER`` it takes that folder's `nsa`, as one side of an A/B. Nothi
 from __future__ import annotations
 
 import argparse
-import os
-import sys
 from pathlib import Path
 
 from perfbench.worker.nsa_version import use
@@ -31,6 +29,3 @@ def main() -> None:
 
 if __name__ == "__main__":
     main()
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(0)  # nothing is left to do, and taking torch apart takes a second of each block
