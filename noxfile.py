@@ -9,6 +9,7 @@ import atexit
 import functools
 import os
 import shutil
+import sys
 import tempfile
 import time
 from collections.abc import Callable
@@ -46,6 +47,9 @@ FIRST_HOUR = (  # what `perfbench init` says comes next, with every cell
     ("baseline", "promote", "latest", "--allow-dirty"),
     ("check", MATRIX),
 )
+# pip compiles each of some 17,000 files, 80 s of CPU; the first import compiles what is imported.
+# Where no import may write what it compiled, each process would do so anew.
+INSTALL = () if sys.dont_write_bytecode else ("--no-compile",)
 _bin: list[str] = []  # the folder of `dev`'s programs, known once it has run
 _minutes: dict[str, float] = {}  # of each session that has begun
 
@@ -86,7 +90,7 @@ def _run(
 @timed
 def dev(session: nox.Session) -> None:
     """The shared environment: this checkout, editable, with the development tools."""
-    session.install("-c", "constraints.txt", "-e", ".[dev]")
+    session.install(*INSTALL, "-c", "constraints.txt", "-e", ".[dev]")
     _bin[:] = [session.bin]
 
 
@@ -192,8 +196,8 @@ def fleet(session: nox.Session) -> None:
     """Runs on a real Ray cluster of three nodes, one of which is killed, and on submitit's local
     executor; both are installed here, and without them the tests fail.
     """
-    pip = ("-m", "pip", "install", "--quiet", "-c", "constraints.txt", "-e", ".[ray,slurm]")
-    _run(session, "python", *pip)
+    pip = ("-m", "pip", "install", "--quiet", *INSTALL, "-c", "constraints.txt")
+    _run(session, "python", *pip, "-e", ".[ray,slurm]")
     quiet = {"OMP_NUM_THREADS": "1", "RAY_USAGE_STATS_ENABLED": "0"}
     _run(session, "pytest", "-q", "--require", "fleet", "tests/fleet", *session.posargs, env=quiet)
 
@@ -202,8 +206,8 @@ def fleet(session: nox.Session) -> None:
 @timed
 def docs(session: nox.Session) -> None:
     """The site of README.md and docs/, in .site/html; a dead link or a warning fails."""
-    pip = ("-m", "pip", "install", "--quiet", "-c", "constraints.txt", "-e", ".[docs]")
-    _run(session, "python", *pip)
+    pip = ("-m", "pip", "install", "--quiet", *INSTALL, "-c", "constraints.txt")
+    _run(session, "python", *pip, "-e", ".[docs]")
     _run(session, "python", "tools/build_site.py")
 
 
