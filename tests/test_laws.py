@@ -7,6 +7,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -28,7 +29,9 @@ def name_of(path: Path) -> str:
     return path.relative_to(ROOT).as_posix()
 
 
+@cache
 def tree_of(path: Path) -> ast.Module:
+    """Shared by the laws, none of which changes it."""
     return ast.parse(path.read_text(encoding="utf-8"), filename=str(path))
 
 
@@ -450,6 +453,7 @@ def module_of(path: Path) -> str:
     return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
 
 
+@cache
 def trees_under(*folders: str) -> Trees:
     paths = (path for folder in folders for path in sorted(ROOT.glob(f"{folder}/**/*.py")))
     return {module_of(path): tree_of(path) for path in paths}
