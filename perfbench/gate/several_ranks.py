@@ -1,5 +1,5 @@
 """What the row of a cell on several ranks must hold of each of them: a rank that is not in it may
-have run anything; and that the cell's step was proved.
+have run anything; and that the step of any cell was proved.
 """
 
 from __future__ import annotations
@@ -7,7 +7,14 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from perfbench.gate.judgement import Finding
-from perfbench.records import PlannedCell, Replicate, Status, Verdict
+from perfbench.records import (
+    NOT_RECORDED,
+    PlannedCell,
+    Replicate,
+    Status,
+    StepProof,
+    Verdict,
+)
 
 # A sample of the row against the largest of the ranks': both are one float, stored twice.
 MAX_MISMATCH = 1e-9
@@ -49,12 +56,14 @@ def rank_findings(cell: PlannedCell, row: Replicate) -> Iterator[Finding]:
 
 
 def proof_findings(cell: PlannedCell, rows: Sequence[Replicate]) -> list[Finding]:
-    """PARITY where replicate 0 of a cell on several ranks has no proof of its step: what the
-    reduction gave was compared with nothing. A row that did not finish is red by itself.
+    """PARITY where replicate 0 has no proof of its step: on several ranks what the reduction gave
+    was compared with nothing, on one `_unproved`. A row that did not finish is red by itself.
     """
-    if cell.axes.world_size == 1 or any(row.status is not Status.OK for row in rows):
+    if any(row.status is not Status.OK for row in rows):
         return []
     proofs = [row.step_proof for row in rows if row.replicate == 0]
+    if cell.axes.world_size == 1:
+        return _unproved([one for one in proofs if one is not None])
     if proofs and all(one is not None and one.ok is not None for one in proofs):
         return []  # one that failed is found by its row
     why = "replicate 0 is not in the run"
@@ -67,6 +76,23 @@ def proof_findings(cell: PlannedCell, rows: Sequence[Replicate]) -> list[Finding
     text = (
         "the reduced gradients were compared with nothing, no proof of the step by replicate 0"
         f" ({why}): a number without proof is not a result; measure again"
+    )
+    return [Finding(Verdict.PARITY, "no proof", text)]
+
+
+def _unproved(proofs: Sequence[StepProof]) -> list[Finding]:
+    """PARITY where a proof of one process's step was due and not made, as without memory for the
+    twin: the attention's own proof says nothing of the rest of a step. An older file, or an older
+    nsa, recorded none.
+    """
+    if not proofs or any(one.ok is not None for one in proofs):
+        return []
+    if all(one.absent.startswith(NOT_RECORDED) for one in proofs):
+        return []
+    why = proofs[-1].absent or "no reason was recorded"
+    text = (
+        f"the step that was timed was compared with nothing ({why}): a number without proof is not"
+        " a result; measure a smaller batch, or on a card with more memory"
     )
     return [Finding(Verdict.PARITY, "no proof", text)]
 

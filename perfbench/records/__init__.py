@@ -20,7 +20,7 @@ from perfbench.records.memory_table import Memory, MemoryRow, table_of_memory
 from perfbench.records.rerun import injection_words, without_resume
 from perfbench.records.rerun import revisions_to_type, source_name, typed_revisions
 from perfbench.records.rows import BranchLine, CacheLine, ConfirmationPlan, Environment, Expect
-from perfbench.records.rows import LengthProof, LoadedPeer, LoopLine, NOT_IN_OLDER
+from perfbench.records.rows import LengthProof, LoadedPeer, LoopLine, NOT_IN_OLDER, NOT_RECORDED
 from perfbench.records.rows import LoadedCode, METHOD_VERSION, Manifest, OtherClocks, ParityLine
 from perfbench.records.rows import Physics, PlannedCell, Profile, Replicate, Resumed, RouteLine
 from perfbench.records.rows import Run, SentinelLine, Source, Status, StepProof, StoredCell

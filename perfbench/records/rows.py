@@ -293,6 +293,9 @@ class LengthProof(_Record):
     seconds: float = 0.0
 
 
+NOT_RECORDED = "not recorded"  # how the reason of an older nsa's absent proof begins
+
+
 class StepProof(_Record):
     """The step that is timed, run once by the timed callable, against a plain twin of the model."""
 

@@ -243,8 +243,38 @@ def test_a_step_without_proof_has_no_number(proof: StepProof | None, words: str)
     rest = [one for one in good.replicates if one.replicate > 0]
     (cell,) = judge(b.with_rows(good, rest), None, GatePolicy()).cells
     assert cell.verdict is Verdict.PARITY and "replicate 0 is not in the run" in cell.reason
-    (cell,) = judge(b.with_rows(run_of(ONE), run_of(ONE).replicates), None, GatePolicy()).cells
-    assert cell.exit_code is Exit.OK, "a step of one process needs none: its attention is proved"
+
+
+NO_MEMORY = "the twin does not fit into memory next to the step"
+
+
+@pytest.mark.parametrize(
+    "proof, is_red",
+    [
+        (StepProof(ok=None, absent=NO_MEMORY), True),
+        (StepProof(ok=None), True),
+        (StepProof(ok=None, absent="not recorded: older nsa, which shows no blocks"), False),
+        (StepProof(ok=True), False),
+        (None, False),  # an older file
+    ],
+)
+def test_a_step_of_one_process_without_its_proof_has_no_number(
+    proof: StepProof | None, is_red: bool
+) -> None:
+    """The attention's proof says nothing of the rest of the step."""
+    good = run_of(ONE)
+    later = StepProof(ok=None, absent="replicate 0 proves it")
+    rows = [
+        one.model_copy(update={"step_proof": later if one.replicate else proof})
+        for one in good.replicates
+    ]
+    judgement = judge(b.with_rows(good, rows), None, GatePolicy())
+    (cell,) = judgement.cells
+    assert judgement.exit_code is (Exit.NOT_TRUE if is_red else Exit.OK), cell
+    assert (cell.cand_tok_per_s is None) is is_red
+    if is_red and proof is not None:
+        assert cell.verdict is Verdict.PARITY and "compared with nothing" in cell.reason
+        assert (proof.absent or "no reason was recorded") in cell.reason
 
 
 def run_of(*cells: Cell) -> Run:

@@ -16,7 +16,15 @@ from torch import Tensor
 
 from nsa.config import ModelConfig
 from perfbench import older_nsa
-from perfbench.records import ATTENTION, SELECTED, TRAINING, Job, StepProof, torch_dtype_name
+from perfbench.records import (
+    ATTENTION,
+    NOT_RECORDED,
+    SELECTED,
+    TRAINING,
+    Job,
+    StepProof,
+    torch_dtype_name,
+)
 from perfbench.worker.ranks.model import local, whole
 from perfbench.worker.ranks.world import Ranks, current
 from perfbench.worker.step_proof import adamw, blocks, loop_step, shapes, twin
@@ -66,7 +74,7 @@ def _why_not(work: Workload, job: Job) -> str:
     alone = job.axes.workload in (*ATTENTION, *SELECTED)
     with older_nsa.collect_blocks() as seen:
         if seen is None and not alone:
-            return "not recorded: older nsa, which shows no blocks"
+            return f"{NOT_RECORDED}: older nsa, which shows no blocks"
     if job.replicate > 0 and work.tokens_per_step > TOKENS_OF_ALL_REPLICATES:
         return "replicate 0 proves it"
     return ""
