@@ -196,6 +196,19 @@ def test_a_certain_drop_below_min_effect_is_still_found() -> None:
     assert wanted({TRAIN: 0.995}, 8) == {}
 
 
+@pytest.mark.parametrize("factor", [1 / 19, 19.0, 0.8])
+def test_the_base_of_a_plan_is_held_against_its_stored_speed(factor: float) -> None:
+    """Both sides far from what was stored: the pairs prove them alike, and something is wrong with
+    the session or with the baseline. A drop that they confirm stays one.
+    """
+    for drop, verdict in ((1.0, Verdict.SUSPECT), (0.2, Verdict.REGRESSED)):
+        base, candidate = (b.scale_rows(x, TRAIN, factor) for x in pairs_of({TRAIN: drop}, pairs=8))
+        measured = [MeasuredPairs(base, candidate, [TRAIN])]
+        found = confirm_all(screened(TRAIN), measured, POLICY, {})
+        assert verdict_of(found, TRAIN) is verdict
+        assert "in this session and is stored with" in reason_of(found, TRAIN)
+
+
 def test_nothing_is_decided_between_two_looks() -> None:
     """39 of 40 pairs of a drop of 3 %: SUSPECT, and the reason counts the pairs."""
     found = confirmed({TRAIN: 0.97}, 39)
