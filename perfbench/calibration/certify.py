@@ -102,6 +102,11 @@ class PowerRow:
     blind: Rate
     mean_pairs: float | None
 
+    @property
+    def power(self) -> Rate:
+        """REGRESSED of the drops that were judged: a BLIND cell says that it was not."""
+        return Rate(self.red.hits, self.red.trials - self.blind.hits)
+
 
 @dataclass(frozen=True, slots=True)
 class ModesRow:

@@ -4,7 +4,7 @@ samples, and of interleaved pairs of one commit with itself.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING
 
 from perfbench.records import Verdict
@@ -49,7 +49,7 @@ def shortfalls(certificate: Certificate) -> list[str]:
     if blind:
         items.append(
             f"- **BLIND on wall time in {_of(blind)} of the {worlds} worlds**, not judged by it:"
-            f" {_worst(blind)}."
+            f" {_most_blind(blind)}."
         )
     if few := [row for row in open_ if row.world.name not in worse]:
         items.append(
@@ -66,12 +66,22 @@ def _of(rows: Iterable[PowerRow]) -> int:
 
 
 def _worst(rows: Sequence[PowerRow]) -> str:
-    """The worst row of each world, the worst world first; sd is between processes."""
+    """The row of least power of each world, the worst world first; sd is between processes."""
+    return _by_world(sorted(rows, key=lambda one: one.power.share), lambda row: row.power)
+
+
+def _most_blind(rows: Sequence[PowerRow]) -> str:
+    return _by_world(sorted(rows, key=lambda one: -one.blind.share), lambda row: row.blind)
+
+
+def _by_world(rows: Sequence[PowerRow], rate: Callable[[PowerRow], Rate]) -> str:
+    """The first row of each world."""
     found: dict[str, PowerRow] = {}
-    for row in sorted(rows, key=lambda one: one.red.share):
+    for row in rows:
         found.setdefault(row.world.name, row)
     return "; ".join(
-        f'"{escape(name)}" {pct(row.red.share)} ({counts(row.red)}, sd {row.process_sd_pct:g} %)'
+        f'"{escape(name)}" {pct(rate(row).share)} ({counts(rate(row))},'
+        f" sd {row.process_sd_pct:g} %)"
         for name, row in found.items()
     )
 
@@ -137,8 +147,8 @@ def _power(certificate: Certificate) -> list[str]:
             f"{row.process_sd_pct:g}",
             f"{row.drop_pct:g}",
             counts(row.red),
-            pct(row.red.share),
-            pct(row.red.lower),
+            pct(row.power.share) if row.power.trials else NULL,
+            pct(row.power.lower) if row.power.trials else NULL,
             pct(row.screened.share),
             pct(row.significant.share),
             NULL if row.mean_pairs is None else f"{row.mean_pairs:.0f}",
@@ -164,12 +174,12 @@ def _power(certificate: Certificate) -> list[str]:
         "## Injected drops",
         "",
         (
-            "*Passed the screen*: went on to be confirmed, or BLIND. *Significance alone*: what a"
-            f" screen that only asks for p < {certificate.policy.alpha_screen:g} would have let"
-            " pass; the rest would never have been looked at again. BLIND cells are not judged on"
-            " wall time: where the host binds them, device time, launches and syncs judge them."
-            " Every drop here is a number that the simulation lowers; drops by real extra work"
-            " have a table of their own."
+            "*Power*: REGRESSED of those that are not BLIND. *Passed the screen*: went on to be"
+            " confirmed, or BLIND. *Significance alone*: what a screen that only asks for p <"
+            f" {certificate.policy.alpha_screen:g} would have let pass; the rest would never have"
+            " been looked at again. BLIND cells are not judged on wall time: where the host binds"
+            " them, device time, launches and syncs judge them. Every drop here is a number that"
+            " the simulation lowers; drops by real extra work have a table of their own."
         ),
         "",
         *table(head, rows),
@@ -181,11 +191,11 @@ def _reached(row: PowerRow, certificate: Certificate) -> str:
     policy = certificate.policy
     if row.drop_pct < policy.min_effect_pct:
         return "none below min_effect"
-    if row.red.lower >= policy.power:
-        return "reached"
     if row.blind.share > 0.5:
         return BLIND
-    return MISSED if row.red.upper < policy.power else OPEN
+    if row.power.lower >= policy.power:
+        return "reached"
+    return MISSED if row.power.upper < policy.power else OPEN
 
 
 def _stored(certificate: Certificate) -> list[str]:

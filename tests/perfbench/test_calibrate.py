@@ -381,7 +381,7 @@ def test_the_headline_says_which_worlds_miss_the_wanted_power(tmp_path: Path) ->
     )
     assert (
         "BLIND on wall time in 1 of the 6 worlds" in blind
-        and '"host bound" 0 % (0 of 1,000, sd 7.3 %)' in blind
+        and '"host bound" 100 % (1,000 of 1,000, sd 7.3 %)' in blind
     )
     assert 'in 1 of the 6 worlds: "hardly measured" 99.10 % (991 of 1,000' in open_
     assert "small drops" not in text and "good" not in text
