@@ -12,12 +12,12 @@ import pytest
 import torch
 
 from perfbench.errors import Exit
-from perfbench.gate import judge
+from perfbench.gate import judge, promote
 from perfbench.gate.hard_rules import path_problems
 from perfbench.machine import collect_environment, package_sha256, source_of
 from perfbench.machine.environment import speed_variables
 from perfbench.matrix import GatePolicy, expected_of
-from perfbench.records import Cell, Expect, LoadedCode, Run, Verdict
+from perfbench.records import Baseline, Cell, Expect, LoadedCode, Run, Verdict, read_baseline
 from perfbench.worker.loaded import loaded_code
 from tests.perfbench import builders as b
 from tests.perfbench import repositories
@@ -159,6 +159,18 @@ def test_another_setting_than_the_baseline_s_is_incomparable(
     judgement = judge(with_settings(plain, nsa, other), base, POLICY)
     assert judgement.exit_code is Exit.ENVIRONMENT and words in judgement.headline
     assert {cell.verdict for cell in judgement.cells} == {Verdict.INCOMPARABLE}
+
+
+def test_promote_stores_the_settings_that_a_later_run_is_compared_with(tmp_path: Path) -> None:
+    found = with_settings(b.small_run(), {"NSA_TRITON_JOIN": "0"}, {"OMP_NUM_THREADS": "1"})
+    promote(found, tmp_path / "baseline.json")
+    stored = read_baseline(tmp_path / "baseline.json")
+    assert isinstance(stored, Baseline)
+    assert stored.settings == {"NSA_TRITON_JOIN": "0", "OMP_NUM_THREADS": "1"}
+    assert judge(found, stored, POLICY).exit_code is Exit.OK
+    judgement = judge(with_settings(found, {}, {"OMP_NUM_THREADS": "1"}), stored, POLICY)
+    assert judgement.exit_code is Exit.ENVIRONMENT
+    assert "NSA_TRITON_JOIN: 0 -> None" in judgement.headline
 
 
 def test_an_older_baseline_recorded_no_settings_and_a_note_says_so() -> None:
