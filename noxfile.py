@@ -48,8 +48,7 @@ FIRST_HOUR = (  # what `perfbench init` says comes next, with every cell
     ("check", MATRIX),
 )
 # pip compiles each of 16,855 files (6,450 took 32 s of CPU); the first import compiles what is
-# imported.
-# Where no import may write what it compiled, each process would do so anew.
+# imported. Where no import may write what it compiled, each process would do so anew.
 INSTALL = () if sys.dont_write_bytecode else ("--no-compile",)
 _bin: list[str] = []  # the folder of `dev`'s programs, known once it has run
 _minutes: dict[str, float] = {}  # of each session that has begun

@@ -5,7 +5,7 @@ looked at, and what each look may say and spend.
 drawn from the seed for each two blocks, and the second has the other order. Drift within a block,
 and a machine that alternates with a period of 2 or 4 processes, so hit both sides alike; one with a
 period of 8 does in each two blocks, of which the last look has five. With an order drawn for every
-block it favoured one side by chance: 9 of 10,000 sessions were false alarms, now none.
+block it favoured one side by chance: 8 of 10,000 sessions were false alarms, now none.
 
 **A cell is cleared** at the first look that refutes a drop of min_effect, unless it looks slower by
 more than the tolerance: a certain drop of 2 % may be found at the end. **It is REGRESSED** at
